@@ -36,7 +36,7 @@ IN_A_PRIVATE_FOLDER = {
     "parts/rewards/grading/sandbox.py",
 }
 """They write below a temporary folder, which Python makes for its owner only."""
-BY_ITSELF = {"parts/rounds/http/store.py": {"connect"}}
+BY_ITSELF = {"parts/feeds/http/store.py": {"connect"}, "parts/rounds/http/store.py": {"connect"}}
 """SQLite gives its files the mode of the database, which is made before it opens it."""
 
 

@@ -12,6 +12,8 @@ from vllm_rollout.kernel.http.reward_body import RewardOptions
 from vllm_rollout.kernel.worker.worker import RolloutWorker as Worker
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.emulation.tokens import succeeded as emulated_success
+from vllm_rollout.parts.feeds.client.feed import AsyncFeed, Feed
+from vllm_rollout.parts.feeds.client.methods import AsyncFeedCalls, FeedCalls
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.llm import LLM
 from vllm_rollout.parts.in_process.with_pruning.api.learning import AsyncLearning, Learning
@@ -57,7 +59,9 @@ class LLMMethods(Learning):
 class AsyncLLMMethods(AsyncLearning):
     """Methods of `AsyncLLM` that need another part."""
 
-class AsyncRolloutClient(AsyncLearningCalls, AsyncRunCalls, AsyncRankCalls, AsyncAgentCalls, AsyncClient):
+class AsyncRolloutClient(
+    AsyncFeedCalls, AsyncLearningCalls, AsyncRunCalls, AsyncRankCalls, AsyncAgentCalls, AsyncClient
+):
     """Async client of a server, or of several. Use as an async context manager, or await `close`."""
 
     def __init__(
@@ -73,7 +77,7 @@ class AsyncRolloutClient(AsyncLearningCalls, AsyncRunCalls, AsyncRankCalls, Asyn
         transport: Any = None,
     ) -> None: ...
 
-class RolloutClient(LearningCalls, RunCalls, RankCalls, Client):
+class RolloutClient(FeedCalls, LearningCalls, RunCalls, RankCalls, Client):
     """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
 
     def __init__(
@@ -95,10 +99,12 @@ __all__ = [
     "AgentResult",
     "AgentRound",
     "AgentSession",
+    "AsyncFeed",
     "AsyncLLM",
     "AsyncRolloutClient",
     "AsyncRun",
     "Drafts",
+    "Feed",
     "GivenWeights",
     "GroupOptions",
     "Pruning",

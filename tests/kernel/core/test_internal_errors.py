@@ -11,8 +11,8 @@ from tests.kernel.core.scheduler_runs import LOST, WON, TracedRun, add_group, as
 from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, observe
 from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
-from vllm_rollout.kernel.worker.observing import NOT_FINITE
 
 LENGTHS = [30, 40, 50, 60]
 PLANTED = "planted"

@@ -145,6 +145,8 @@ class FakeEngine:
     """Number of tokens of a candidate, by index, in place of a random one."""
     failures: Mapping[int, int] = field(default_factory=dict)
     """Candidate index -> tokens after which it fails."""
+    error: str | None = None
+    """Error of candidates that fail."""
     losses: dict[str, int] = field(default_factory=dict)
     """Prompt id -> the step of its group at which its rank dies, once."""
     dies_at_step: int | None = None
@@ -442,6 +444,7 @@ class FakeEngine:
             final=scores.final,
             is_replaced=group.is_replaced(candidate.index),
             group_lost=is_too_late(notes),
+            error=self.error if state == "failed" else None,
         )
 
     def _tokenize(self, prompt: PromptInput) -> list[int]:

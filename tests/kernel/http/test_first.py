@@ -94,6 +94,7 @@ def other(tmp_path: Path) -> Iterator[httpx.AsyncClient]:
         ("POST", "/v1/sessions/a.0/finish", "first"),
         ("POST", "/v1/runs", "first"),
         ("DELETE", "/v1/runs/a/rounds/3", "first"),
+        ("POST", "/v1/feeds/a/batches", "first"),
         ("POST", "/v1/rewards", "first"),
         ("POST", "/v1/rollouts/rollout-1/rewards", "first"),
         ("GET", "/v1/rollouts/state", "first"),

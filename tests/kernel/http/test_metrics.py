@@ -116,7 +116,15 @@ async def test_other_paths_ask_nothing_of_the_engine(http: httpx.AsyncClient, mo
 UNITS = ("_seconds", "_bytes", "_ratio", "_tokens")
 NUMBERS = {
     *("allocated_candidates", "groups_held", "head_version", "races_held", "rewards_awaited", "tensor_parallel_size"),
-    *("trajectories_to_grade", "auc", "calibration_brier", "score", "survival_probability", "within_group_auc"),
+    *(
+        "trajectories_to_grade",
+        "auc",
+        "calibration_brier",
+        "feed_staleness",
+        "score",
+        "survival_probability",
+        "within_group_auc",
+    ),
 }
 """Gauges and histograms of what has no unit: counts, versions, probabilities and measures of a score."""
 

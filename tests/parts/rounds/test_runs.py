@@ -389,7 +389,8 @@ async def test_a_filter_that_is_not_there_is_a_conflict(http: httpx.AsyncClient)
 
 
 @pytest.mark.parametrize("fields", [
-    {"redundancy": 2}, {"selection": {"dual_end": {"num_longest": 1}}}, {"selection": "shortest"}, {"early_stop": False},
+    {"redundancy": 2}, {"selection": {"dual_end": {"num_longest": 1}}}, {"selection": "shortest"},
+    {"early_stop": False},
 ])  # fmt: skip
 async def test_what_a_rollout_can_do_works_inside_rounds(http: httpx.AsyncClient, fields: dict) -> None:
     await assert_rounds_work(http, fields)

@@ -47,7 +47,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     """AsyncLLM that runs groups, over as many ranks as it has.
 
     Overrides: __init__, generate, add_request, add_lora, abort, shutdown, collective_rpc, pause_generation, sleep,
-    _run_output_handler.
+    update_weight_version, _run_output_handler.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,6 +55,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """Called once, on the thread that stops the engine, while the engine still answers."""
         self.before_weights: Callable[[], Awaitable[None]] | None = None
         """Called before a trainer pauses the engine, lets it sleep or sends it weights."""
+        self.after_version: Callable[[str], None] | None = None
+        """Called with the name of new weights, once the engine has it."""
         self.door = Door()
         self.lost_weights = LostWeights()
         fork_engines(kwargs["vllm_config"])
@@ -208,6 +210,11 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     async def sleep(self, *args: Any, **kwargs: Any) -> None:
         await self._weights_come()
         await super().sleep(*args, **kwargs)
+
+    async def update_weight_version(self, new_version: str) -> None:
+        await super().update_weight_version(new_version)
+        if self.after_version is not None:
+            self.after_version(new_version)
 
     async def _weights_come(self) -> None:
         if self.before_weights is not None:

@@ -44,6 +44,11 @@ def client_namespace() -> str:
     return _namespace.get()
 
 
+def act_for(namespace: str) -> None:
+    """Let the current context run for a client of this namespace, without a request."""
+    _namespace.set(namespace)
+
+
 def owned_name(namespace: str, id: str) -> str:
     """A client's id, unique among all clients by its namespace. Ids of ours have no slash."""
     return f"{namespace}/{id}" if namespace else id

@@ -25,7 +25,7 @@ from vllm_rollout.kernel.http.paths import path_of
 from vllm_rollout.kernel.http.slices import unless
 from vllm_rollout.kernel.xargs import NAMES
 
-ROOTS: Final = ("/v1/groups", "/v1/sessions", "/v1/runs", "/v1/rewards", "/rollouts")
+ROOTS: Final = ("/v1/groups", "/v1/sessions", "/v1/runs", "/v1/feeds", "/v1/rewards", "/rollouts")
 BELOW: Final = "/v1/rollouts/"
 """Paths below it are for rewards, the state (with its runs) and the page's feed. A rollout itself is served by any
 process."""

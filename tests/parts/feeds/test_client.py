@@ -1,0 +1,54 @@
+"""Feeds by our clients, over a real server."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parts.feeds.test_feeds import TERMS
+from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
+
+FEED = {name: TERMS[name] for name in ("group_size", "batch", "max_staleness")}
+
+
+def test_a_loop_over_batches_ends_when_every_prompt_has_come_back(client: RolloutClient, engine) -> None:
+    seen: list[str] = []
+    with client.feed(**FEED, redundancy=2) as feed:
+        feed.put(f"question {i}" for i in range(8))
+        for step, batch in enumerate(feed):
+            assert batch.version == step
+            assert all(group.staleness <= 1 for group in batch.groups)
+            seen += [group.prompt_id for group in batch.groups]
+            engine.weight_version = f"step-{step + 1}"
+            if step == 0:
+                feed.put([{"id": "late", "prompt": "late"}])
+        assert feed.refresh().num_batches == 4
+    assert sorted(seen) == sorted(["late", *map(str, range(8))])
+    with pytest.raises(RolloutError) as gone:
+        feed.refresh()
+    assert gone.value.status == 404
+
+
+async def test_the_async_client_has_the_same_feed(server_url: str) -> None:
+    async with AsyncRolloutClient(server_url) as client:
+        async with client.feed(**FEED, id="mine") as feed:
+            await feed.put([{"id": "a", "prompt": "a"}, "b"])
+            assert [len(batch.groups) async for batch in feed] == [2]
+            again = await client.feed(**FEED, id="mine")
+            assert again.info.num_batches == feed.info.num_batches + 2
+        with pytest.raises(RolloutError):
+            await again.refresh()
+
+
+def test_a_batch_is_asked_for_again_by_its_key(client: RolloutClient) -> None:
+    feed = client.feed(**FEED)
+    feed.put(["a", "b", "c"])
+    assert feed.batch(key="k") == feed.batch(key="k")
+    with pytest.raises(RolloutError, match="no prompt waits") as late:
+        feed.batch(timeout_s=0.05)
+    assert late.value.status == 504
+    feed.delete()
+
+
+def test_a_single_prompt_is_refused(client: RolloutClient) -> None:
+    with client.feed(**FEED) as feed, pytest.raises(TypeError, match="iterable of prompts"):
+        feed.put("question")

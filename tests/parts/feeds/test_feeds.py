@@ -1,0 +1,343 @@
+"""Feeds over HTTP: what a trainer sees."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.kernel.http.fake_engine import FakeEngine
+from tests.support.waiting import eventually
+from vllm_rollout.kernel.rules.types import NOT_FINITE
+from vllm_rollout.parts.feeds.http.answers import FeedBatch
+
+TERMS = {"group_size": 2, "batch": 3, "max_staleness": 1, "sampling_params": {"seed": 3}}
+
+
+def prompts(first: int, count: int) -> list[dict[str, Any]]:
+    return [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(first, first + count)]
+
+
+async def make(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await http.post("/v1/feeds", json={"id": "a", **TERMS, **fields})
+    assert response.status_code == 201, response.text
+    return response.json()
+
+
+async def put(http: httpx.AsyncClient, first: int, count: int, status: int = 200, **fields: Any) -> dict[str, Any]:
+    response = await http.post("/v1/feeds/a/prompts", json={"prompts": prompts(first, count), **fields})
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+async def take(http: httpx.AsyncClient, status: int = 200, **fields: Any) -> dict[str, Any]:
+    response = await http.post("/v1/feeds/a/batches", json={"timeout_s": 60, **fields})
+    assert response.status_code == status, response.text
+    if status != 200:
+        return response.json()["error"]
+    FeedBatch.model_validate_json(response.content)
+    return response.json()
+
+
+async def look(http: httpx.AsyncClient) -> dict[str, Any]:
+    return (await http.get("/v1/feeds/a")).json()
+
+
+def update(app: FastAPI, engine: FakeEngine, name: str) -> None:
+    """New weights under this name, as `/update_weight_version` gives them."""
+    engine.weight_version = name
+    app.state.feed_service.weights_named(name)
+
+
+def ids(batch: dict[str, Any]) -> list[str]:
+    return [group["prompt_id"] for group in batch["groups"]]
+
+
+async def test_batches_of_complete_groups_come_while_weights_come(app, http, engine) -> None:
+    engine.weight_version = "step-0"
+    await make(http)
+    feed = await put(http, 0, 12)
+    assert (feed["num_running"], feed["num_waiting"], feed["capacity"]) == (6, 6, 0)
+    seen = []
+    for step in range(4):
+        batch = await take(http)
+        assert (batch["batch"], batch["version"], batch["weight_version"]) == (step, step, f"step-{step}")
+        assert len(batch["groups"]) == 3
+        for group in batch["groups"]:
+            assert (group["status"], len(group["trajectories"])) == ("complete", 2)
+            assert group["staleness"] == step - group["born"] <= 1
+            assert group["born_version"] == f"step-{group['born']}"
+            assert group["trajectories"][0]["weight_versions"]
+        seen += ids(batch)
+        update(app, engine, f"step-{step + 1}")
+    assert sorted(seen) == sorted(f"q{i}" for i in range(12))
+    feed = await look(http)
+    assert (feed["num_batches"], feed["version"], feed["waits_for"]) == (4, 4, "prompts")
+    assert feed["totals"]["num_taken"] == 12
+    assert feed["totals"]["generated_tokens"] > 0
+
+
+async def test_a_batch_is_taken_once_and_sent_again_by_its_key(http) -> None:
+    await make(http)
+    await put(http, 0, 6)
+    first = await take(http, idempotency_key="k0")
+    assert await take(http, idempotency_key="k0") == first
+    second = await take(http, idempotency_key="k1")
+    assert set(ids(first)).isdisjoint(ids(second))
+    await take(http, idempotency_key="k2", drain=True)
+    error = await take(http, 410, idempotency_key="k0")
+    assert error["param"] == "idempotency_key"
+
+
+async def test_two_trainers_on_one_feed_get_different_groups(http) -> None:
+    await make(http)
+    waiting = [asyncio.create_task(take(http)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    await put(http, 0, 6)
+    batches = await asyncio.gather(*waiting)
+    assert sorted(ids(batches[0]) + ids(batches[1])) == [f"q{i}" for i in range(6)]
+
+
+async def test_a_trainer_waits_no_longer_than_it_says_also_behind_another(http) -> None:
+    await make(http)
+    first = asyncio.create_task(take(http))
+    await asyncio.sleep(0.01)
+    assert "no prompt waits" in (await take(http, 504, timeout_s=0.05))["message"]
+    await put(http, 0, 3)
+    assert len((await first)["groups"]) == 3
+
+
+async def test_a_client_that_leaves_takes_nothing(app, http) -> None:
+    await make(http)
+    waiting = asyncio.create_task(take(http))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await put(http, 0, 3)
+    assert len((await take(http))["groups"]) == 3
+
+
+async def test_prompts_that_end_give_a_smaller_batch_and_then_none(http) -> None:
+    await make(http)
+    await put(http, 0, 5)
+    batches = [await take(http, drain=True) for _ in range(3)]
+    assert [len(batch["groups"]) for batch in batches] == [3, 2, 0]
+
+
+async def test_a_batch_that_does_not_come_says_what_it_waits_for(app, http, engine) -> None:
+    engine.weight_version = "step-0"
+    await make(http, max_staleness=0)
+    assert "no prompt waits" in (await take(http, 504, timeout_s=0.05))["message"]
+    await put(http, 0, 6)
+    await take(http)
+    update(app, engine, "step-0")  # named twice: no update
+    error = await take(http, 504, timeout_s=0.05)
+    assert "weights with a new name" in error["message"]
+    assert "'step-0'" in error["message"]
+    assert (await look(http))["waits_for"] == "weights"
+    engine.weight_version = "step-1"  # another API process got them
+    assert (await take(http))["version"] == 1
+
+
+async def test_an_update_while_a_trainer_waits_is_in_the_version_of_its_batch(app, http, engine) -> None:
+    engine.step_s, engine.lengths = 0.005, {0: 30, 1: 30}
+    await make(http)
+    await put(http, 0, 6)
+    waiting = asyncio.create_task(take(http))
+    await eventually(lambda: engine.num_running == 12)
+    update(app, engine, "1")
+    batch = await waiting
+    assert (batch["version"], [group["staleness"] for group in batch["groups"]]) == (1, [1, 1, 1])
+
+
+async def test_kv_of_running_groups_is_computed_again_if_the_feed_says_so(app, http, engine) -> None:
+    engine.step_s, engine.lengths = 0.005, {0: 60, 1: 60}
+    await make(http, on_update="recompute", batch=1)
+    update(app, engine, "1")  # nothing runs
+    await put(http, 0, 2)
+    await eventually(lambda: engine.num_running == 4)
+    update(app, engine, "2")
+    await eventually(lambda: bool(engine.recomputed))
+    batches = [await take(http), await take(http)]
+    assert [sorted(group["rollout_id"] for batch in batches for group in batch["groups"])] == list(
+        map(sorted, engine.recomputed)
+    )
+
+
+async def test_weights_that_go_back_are_an_update_and_a_warning(app, http, engine) -> None:
+    engine.weight_version = "step-9"
+    await make(http)
+    await put(http, 0, 6)
+    update(app, engine, "step-8")
+    batch = await take(http)
+    assert batch["version"] == 1
+    assert "went back from 'step-9' to 'step-8'" in batch["warnings"][0]
+
+
+async def test_groups_that_are_too_old_are_stopped_and_named(app, http, engine) -> None:
+    engine.step_s, engine.max_length = 0.02, 400
+    engine.lengths = {0: 400, 1: 400}
+    await make(http, on_stale="drop")
+    await put(http, 0, 3)
+    await eventually(lambda: engine.num_running == 6)
+    update(app, engine, "1")
+    engine.lengths = {0: 1, 1: 1}
+    await put(http, 3, 3)
+    update(app, engine, "2")
+    await eventually(lambda: engine.num_aborted == 6)
+    batch = await take(http)
+    assert (batch["dropped"], sorted(ids(batch))) == (["q0", "q1", "q2"], ["q3", "q4", "q5"])
+    assert batch["meter"]["dropped"]["num_groups"] == 3
+    assert batch["meter"]["dropped"]["mean_tokens"] >= 1
+    assert batch["meter"]["admitted"]["num_groups"] == 6
+
+
+async def test_a_group_over_the_bound_is_returned_and_counted(app, http, engine) -> None:
+    engine.step_s, engine.lengths = 0.005, {0: 20, 1: 20}
+    await make(http, on_stale="finish", max_staleness=0, batch=1)
+    await put(http, 0, 1)
+    await eventually(lambda: engine.num_running == 2)
+    update(app, engine, "1")
+    batch = await take(http)
+    assert (batch["num_over"], batch["max_staleness"], batch["groups"][0]["staleness"]) == (1, 1, 1)
+
+
+async def test_a_group_that_fails_gives_its_place_back_and_is_named(http, engine) -> None:
+    await make(http, batch=2)
+    body = {"prompts": [{"id": "bad", "prompt_token_ids": [5000]}, *prompts(0, 2)]}
+    assert (await http.post("/v1/feeds/a/prompts", json=body)).status_code == 200
+    batch = await take(http)
+    assert [each["prompt_id"] for each in batch["failed"]] == ["bad"]
+    assert "out of vocabulary" in batch["failed"][0]["reason"]
+    assert sorted(ids(batch)) == ["q0", "q1"]
+
+
+async def test_prompts_are_put_once_by_their_key_and_an_id_that_is_there_is_refused(http) -> None:
+    await make(http)
+    await put(http, 0, 10, idempotency_key="p")
+    feed = await put(http, 0, 10, idempotency_key="p")
+    assert feed["num_waiting"] + feed["num_running"] + feed["num_complete"] == 10
+    assert (await put(http, 9, 2, 409))["error"]["param"] == "prompts.0.id"
+
+
+async def test_prompts_without_ids_get_numbers(http) -> None:
+    await make(http, batch=2)
+    body = {"prompts": [{"prompt": "a"}, {"prompt": "b"}]}
+    assert (await http.post("/v1/feeds/a/prompts", json=body)).status_code == 200
+    assert sorted(ids(await take(http))) == ["0", "1"]
+
+
+async def test_a_feed_is_made_once_and_deleted_with_its_groups(http, engine) -> None:
+    engine.step_s = 0.02
+    await make(http)
+    assert (await http.post("/v1/feeds", json={"id": "a", **TERMS})).status_code == 200
+    response = await http.post("/v1/feeds", json={"id": "a", **TERMS, "batch": 4})
+    assert (response.status_code, response.json()["error"]["param"]) == (409, "batch")
+    await put(http, 0, 6)
+    await eventually(lambda: engine.num_running > 0)
+    waiting = asyncio.create_task(take(http, 404))
+    await asyncio.sleep(0.01)
+    assert (await http.delete("/v1/feeds/a")).status_code == 204
+    assert engine.num_running == 0
+    await waiting
+    assert (await http.get("/v1/feeds/a")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"group_size": 0}, "group_size"),
+        ({"batch": 0}, "batch"),
+        ({"batch": 10_000}, "batch"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"on_stale": "x"}, "on_stale"),
+        ({"on_update": "stop"}, "on_update"),
+        ({"filter": "zero_variance"}, "filter"),
+        ({"redundancy": 100}, "redundancy"),
+        ({"max_candidates": False}, "max_candidates"),
+        ({"early_stop": 1}, "early_stop"),
+        ({"sampling_params": {"n": 2}}, "sampling_params.n"),
+        ({"pruning": {"detection_length": 8, "allow_fewer": True}}, "pruning.allow_fewer"),
+        ({"prompts": []}, "prompts"),
+    ],
+)
+async def test_bad_fields_are_refused_when_the_feed_is_made(http, fields, param) -> None:
+    response = await http.post("/v1/feeds", json={"id": "a", **TERMS, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+async def test_too_many_waiting_prompts_are_refused(http, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_WAITING_BYTES", 100)
+    await make(http, batch=1, max_staleness=0)
+    error = (await put(http, 0, 9, 507))["error"]
+    assert (error["param"], "at most 100 may" in error["message"]) == ("prompts", True)
+    assert (await look(http))["num_waiting"] == 0
+
+
+async def test_a_group_that_the_engine_cannot_take_starts_again(http, engine, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.live.AGAIN_S", 0.01)
+    await make(http, batch=1)
+    engine.dies_at_step = 0
+    await put(http, 0, 1)
+    await asyncio.sleep(0.05)
+    engine.dies_at_step = None
+    assert ids(await take(http)) == ["q0"]
+
+
+async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engine) -> None:
+    engine.weight_version = "good"
+    await make(http, batch=2)
+    engine.failures = {0: 1, 1: 1}
+    engine.error = NOT_FINITE
+    await put(http, 0, 9)
+    error = await take(http, 504, timeout_s=0.2)
+    assert "weights with a new name" in error["message"]
+    assert (await look(http))["num_waiting"] == 9
+    engine.failures = {}
+    update(app, engine, "better")
+    batch = await take(http)
+    assert (ids(batch), batch["failed"]) == (["q0", "q1"], [])
+    assert "NaN or infinite" in batch["warnings"][0]
+    update(app, engine, "best")
+    assert [len((await take(http, drain=True))["groups"]) for _ in range(2)] == [2, 2]
+
+
+async def test_older_groups_have_a_lower_priority_number(app, http, engine) -> None:
+    seen = []
+    prepare = app.state.rollout_service.prepare
+
+    async def noted(request):
+        seen.append((request.prompts[0].id, request.priority))
+        return await prepare(request)
+
+    app.state.rollout_service.prepare = noted
+    await make(http, batch=1)
+    await put(http, 0, 3)
+    await take(http)
+    update(app, engine, "1")
+    await take(http)
+    await take(http, drain=True)
+    assert seen[1:] == [("q0", 0), ("q1", 0), ("q2", 1)]
+
+
+async def test_a_trainer_that_never_takes_leaves_no_more_groups_than_there_are_places(app, http, engine) -> None:
+    await make(http, on_stale="finish")
+    await put(http, 0, 40)
+    for step in range(5):
+        update(app, engine, str(step))
+        await asyncio.sleep(0.05)
+    feed = await look(http)
+    assert feed["num_running"] + feed["num_complete"] == 6
+    assert feed["num_waiting"] == 34
+
+
+async def test_races_hold_inside_a_feed(http, engine) -> None:
+    engine.lengths = {0: 40, 1: 3, 2: 4, 3: 40}
+    await make(http, batch=2, redundancy=2)
+    await put(http, 0, 2)
+    for group in (await take(http))["groups"]:
+        assert [each["num_tokens"] for each in group["trajectories"]] == [3, 4]
+        assert {each["state"] for each in group["candidates"]} == {"surplus"}

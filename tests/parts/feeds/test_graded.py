@@ -1,0 +1,36 @@
+"""Feeds whose groups the server grades."""
+
+from __future__ import annotations
+
+import pytest
+from fastapi import FastAPI
+
+from tests.kernel.http.conftest import make_app
+from tests.kernel.http.fake_engine import FakeEngine
+from tests.parts.feeds.test_feeds import ids, make, put, take
+from tests.parts.rewards.test_grading import FakeGraders
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> FastAPI:
+    return make_app(engine, graders=FakeGraders())
+
+
+async def test_groups_without_variance_are_filtered_and_give_their_places_back(http, engine) -> None:
+    engine.lengths = {0: 2, 1: 4}  # both even: the same reward
+    await make(http, batch=2, max_staleness=0, reward="even", filter="zero_variance")
+    await put(http, 0, 4)
+    batch = await take(http, drain=True)
+    assert (batch["groups"], sorted(batch["filtered"])) == ([], ["q0", "q1", "q2", "q3"])
+    assert batch["meter"]["filtered"] == {"num_groups": 4, "mean_tokens": 3.0, "mean_reward": 1.0}
+
+
+async def test_a_batch_has_the_rewards_of_its_groups(http, engine) -> None:
+    engine.lengths = {0: 2, 1: 3}
+    await make(http, batch=2, reward="even", filter="zero_variance")
+    await put(http, 0, 2)
+    batch = await take(http)
+    assert sorted(ids(batch)) == ["q0", "q1"]
+    assert [each["reward"] for each in batch["groups"][0]["trajectories"]] == [1.0, 0.0]
+    assert batch["groups"][0]["rewards"]["teaches"]
+    assert batch["meter"]["trained"]["mean_reward"] == 0.5

@@ -1,0 +1,140 @@
+"""Feeds on disk: a server that is killed, and the one after it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from tests.kernel.http.conftest import http_of, make_app
+from tests.kernel.http.fake_engine import FakeEngine
+from tests.parts.feeds.test_feeds import ids, look, make, put, take, update
+from tests.support.waiting import eventually
+from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.parts.feeds.http.service import FeedService
+from vllm_rollout.parts.feeds.http.store import FeedStore
+
+Start = Callable[[FakeEngine], FastAPI]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Starts a server with the same folder as the one before, which was killed."""
+
+    def started(engine: FakeEngine) -> FastAPI:
+        app = make_app(engine)
+        store = FeedStore(tmp_path / "feeds.sqlite")
+        app.state.feed_service = FeedService(app.state.rollout_service, engine, Metrics(CollectorRegistry()), store)
+        return app
+
+    return started
+
+
+async def complete(app: FastAPI, num: int) -> None:
+    await eventually(lambda: len(app.state.feed_service._feeds["a"].feed.rule.complete) == num)
+
+
+async def test_prompts_and_complete_groups_survive_a_kill(start: Start) -> None:
+    engine = FakeEngine(weight_version="step-0", lengths={0: 3, 1: 5})
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http)
+        await put(http, 0, 9, idempotency_key="p")
+        first = await take(http, idempotency_key="k0")
+        update(app, engine, "step-1")
+        await complete(app, 6)
+    after = FakeEngine()
+    async with http_of(start(after)) as http:
+        feed = await look(http)
+        assert (feed["version"], feed["num_complete"], feed["num_batches"]) == (1, 6, 1)
+        assert await take(http, idempotency_key="k0") == first
+        await put(http, 0, 9, idempotency_key="p")
+        assert (await look(http))["num_waiting"] == 0
+        batches = [await take(http, idempotency_key=f"k{i}") for i in (1, 2)]
+        assert sorted(ids(first) + ids(batches[0]) + ids(batches[1])) == [f"q{i}" for i in range(9)]
+        assert batches[0]["max_staleness"] == 1
+        assert batches[0]["meter"]["trained"]["mean_tokens"] == 4
+        assert after.num_launched == 0
+
+
+async def test_groups_that_ran_run_again_once_the_weights_are_named(start: Start) -> None:
+    engine = FakeEngine(weight_version="step-0", step_s=0.05, lengths={0: 400, 1: 400})
+    async with http_of(start(engine)) as http:
+        await make(http)
+        await put(http, 0, 8)
+        await eventually(lambda: engine.num_running == 12)
+    after = FakeEngine()
+    app = start(after)
+    async with http_of(app) as http:
+        error = await take(http, 504, timeout_s=0.05)
+        assert "weights with a new name" in error["message"]
+        assert after.num_launched == 0
+        update(app, after, "step-0")
+        batch = await take(http)
+        assert (batch["version"], ids(batch)) == (0, sorted(ids(batch)))
+        assert after.num_launched >= 6
+        await http.delete("/v1/feeds/a")
+
+
+async def test_a_deleted_feed_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    async with http_of(start(FakeEngine())) as http:
+        await make(http)
+        await put(http, 0, 5)
+        await take(http)
+        assert (await http.delete("/v1/feeds/a")).status_code == 204
+    database = sqlite3.connect(tmp_path / "feeds.sqlite")
+    for table in ("feeds", "prompts", "keys", "answers"):
+        assert database.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,), table
+
+
+async def test_a_disk_that_is_full_refuses_prompts_and_loses_no_batch(start: Start) -> None:
+    app = start(FakeEngine())
+    async with http_of(app) as http:
+        await make(http)
+        await put(http, 0, 6)
+        await complete(app, 6)
+        database = app.state.feed_service._store._database
+        database.execute("PRAGMA query_only = ON")
+        assert "cannot be written" in (await put(http, 6, 3, 507))["error"]["message"]
+        await take(http, 507, idempotency_key="k0")
+        await take(http, 507, idempotency_key="k0")
+        database.execute("PRAGMA query_only = OFF")
+        batch = await take(http, idempotency_key="k0")
+        other = await take(http)
+        assert sorted(ids(batch) + ids(other)) == [f"q{i}" for i in range(6)]
+
+
+def test_a_file_that_is_no_database_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "feeds.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(RuntimeError, match="cannot be used for feeds"):
+        FeedStore(tmp_path / "feeds.sqlite")
+
+
+async def test_a_client_finds_its_feed_again_and_its_groups_are_its_own(start: Start) -> None:
+    mine = {"Authorization": "Bearer mine"}
+    before = start(FakeEngine())
+    before.add_middleware(ClientNamespaces)
+    async with http_of(before) as http:
+        http.headers.update(mine)
+        await make(http)
+        await put(http, 0, 8)
+    after = start(FakeEngine())
+    after.add_middleware(ClientNamespaces)
+    async with http_of(after) as http:
+        assert (await http.get("/v1/feeds/a")).status_code == 404
+        http.headers.update(mine)
+        seen, prepare = [], after.state.rollout_service.prepare
+
+        async def noted(request):
+            rollout = await prepare(request)
+            seen.append(rollout.namespace)
+            return rollout
+
+        after.state.rollout_service.prepare = noted
+        assert len((await take(http))["groups"]) == 3
+        assert set(seen) == {namespace_of("Bearer mine")}

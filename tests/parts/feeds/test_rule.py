@@ -1,0 +1,218 @@
+"""The rule of a feed: admission, batches, and groups that are too old."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_rollout.parts.feeds.rules.feed import Feed, FeedTerms, Versions
+
+TERMS = st.builds(FeedTerms, st.integers(1, 4), st.integers(0, 3), st.sampled_from(["wait", "drop", "finish"]))
+STEPS = st.lists(st.sampled_from(["admit", "complete", "filter", "take", "update"]), max_size=120)
+
+
+class Watched:
+    """A feed, and each group's fate."""
+
+    def __init__(self, terms: FeedTerms) -> None:
+        self.feed = Feed(terms)
+        self.born: dict[int, int] = {}
+        self.over: dict[int, str] = {}
+        self.num_batches = 0
+
+    def admit(self) -> None:
+        if self.feed.capacity:
+            self.born[self.feed.admit()] = self.feed.version
+
+    def end(self, pick: Callable[[list[int]], int], *, keep: bool) -> None:
+        if not self.feed.running:
+            return
+        number = pick(sorted(self.feed.running))
+        if keep:
+            self.feed.completed(number)
+        else:
+            self.feed.gave_up(number)
+            self.finish(number, "filtered")
+
+    def take(self, *, drain: bool = False) -> bool:
+        alive = {**self.feed.running, **self.feed.complete}
+        taken = self.feed.take(drain=drain)
+        if taken is None:
+            return False
+        self.num_batches += 1
+        terms = self.feed.terms
+        assert len(taken) == terms.batch or drain
+        assert [each.born for each in taken] == sorted(each.born for each in taken)
+        for number, born, staleness in taken:
+            assert (alive[number], staleness) == (self.born[number], self.feed.version - born)
+            assert staleness <= terms.max_staleness or terms.on_stale == "finish"
+            self.finish(number, "taken")
+        left = self.feed.complete.values()
+        assert not taken or all(born >= taken[-1].born for born in left)
+        return True
+
+    def update(self) -> None:
+        for number in self.feed.updated():
+            self.finish(number, "dropped")
+
+    def finish(self, number: int, fate: str) -> None:
+        assert number not in self.over
+        self.over[number] = fate
+
+    def check(self) -> None:
+        feed, alive = self.feed, {*self.feed.running, *self.feed.complete}
+        assert alive | self.over.keys() == self.born.keys()
+        assert alive.isdisjoint(self.over)
+        assert 0 <= feed.capacity <= feed.terms.num_places - len(alive)
+
+
+@settings(max_examples=400, deadline=None)
+@given(TERMS, STEPS, st.randoms(use_true_random=False))
+def test_no_order_of_events_takes_a_group_twice_or_loses_it_or_exceeds_the_bound(terms, steps, chance):
+    watched = Watched(terms)
+    acts = {
+        "admit": watched.admit,
+        "complete": lambda: watched.end(chance.choice, keep=True),
+        "filter": lambda: watched.end(chance.choice, keep=False),
+        "take": watched.take,
+        "update": watched.update,
+    }
+    for step in steps:
+        acts[step]()
+        watched.check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(TERMS, st.integers(1, 12), st.floats(0, 0.6), st.randoms(use_true_random=False))
+def test_a_trainer_that_takes_and_updates_in_turn_gets_batch_after_batch(terms, num_batches, filtered, chance):
+    watched = Watched(terms)
+    for _ in range(num_batches):
+        for _ in range(10_000):
+            while watched.feed.capacity:
+                watched.admit()
+            if watched.take():
+                break
+            assert watched.feed.running, "a deadlock"
+            watched.end(chance.choice, keep=chance.random() >= filtered)
+            watched.check()
+        while watched.feed.running and chance.random() < 0.7:  # they go on while the trainer trains
+            watched.end(chance.choice, keep=chance.random() >= filtered)
+        watched.update()
+    assert watched.num_batches == num_batches
+    if terms.on_stale != "drop":
+        assert "dropped" not in watched.over.values()
+
+
+@settings(max_examples=200, deadline=None)
+@given(TERMS, STEPS, st.randoms(use_true_random=False))
+def test_after_any_beginning_a_trainer_that_takes_and_updates_in_turn_gets_a_batch(terms, steps, chance):
+    watched = Watched(terms)
+    acts = {"admit": watched.admit, "take": watched.take, "update": watched.update}
+    for step in steps:
+        acts.get(step, lambda: watched.end(chance.choice, keep=True))()
+    watched.update()
+    for _ in range(10_000):
+        while watched.feed.capacity:
+            watched.admit()
+        if watched.take():
+            return
+        watched.end(chance.choice, keep=True)
+    raise AssertionError("no batch")
+
+
+@given(TERMS, st.integers(0, 20), st.randoms(use_true_random=False))
+def test_prompts_that_end_come_back_whole(terms, num_prompts, chance):
+    watched, waiting = Watched(terms), num_prompts
+    for _ in range(10_000):
+        while waiting and watched.feed.capacity:
+            watched.admit()
+            waiting -= 1
+        if watched.take(drain=not waiting):
+            if not watched.feed.complete and not watched.feed.running and not waiting:
+                break
+            watched.update()
+        else:
+            watched.end(chance.choice, keep=True)
+    assert len(watched.over) == num_prompts
+    if terms.on_stale != "drop":
+        assert set(watched.over.values()) <= {"taken"}
+
+
+def started(terms: FeedTerms, num: int) -> Feed:
+    feed = Feed(terms)
+    for _ in range(num):
+        feed.admit()
+    return feed
+
+
+def test_staleness_0_is_on_policy():
+    feed = started(FeedTerms(2, 0), 2)
+    assert (feed.capacity, feed.take()) == (0, None)
+    feed.completed(1)
+    feed.completed(0)
+    assert [each.staleness for each in feed.take() or ()] == [0, 0]
+    assert (feed.capacity, feed.waits_for(5)) == (0, "weights")
+    assert feed.updated() == []
+    assert feed.capacity == 2
+
+
+def test_wait_takes_no_batch_without_older_groups_that_would_become_too_old():
+    feed = started(FeedTerms(1, 1), 2)
+    feed.completed(0)
+    assert feed.take() == [(0, 0, 0)]
+    feed.updated()
+    feed.completed(feed.admit())
+    assert (feed.take(), feed.waits_for(0)) == (None, "older_groups")
+    feed.completed(1)
+    assert feed.take() == [(1, 0, 1)]
+
+
+def test_wait_does_not_wait_for_groups_that_are_as_young_as_the_batch():
+    feed = started(FeedTerms(1, 1), 2)
+    feed.updated()  # without a batch: one of the two groups will be too old
+    feed.completed(0)
+    assert feed.take() == [(0, 0, 1)]
+    assert feed.updated() == [1]
+
+
+@pytest.mark.parametrize(("on_stale", "dropped", "taken"), [("drop", [0], [(1, 2, 0)]), ("finish", [], [(0, 0, 2)])])
+def test_a_group_that_is_too_old_is_dropped_or_returned_over_the_bound(on_stale, dropped, taken):
+    feed = started(FeedTerms(1, 1, on_stale), 1)
+    assert feed.updated() == []
+    assert feed.updated() == dropped
+    if not dropped:
+        feed.completed(0)
+    feed.completed(feed.admit())
+    assert feed.take() == taken
+
+
+def test_a_trainer_that_updates_and_never_takes_fills_no_more_places():
+    feed = Feed(FeedTerms(3, 1, "finish"))
+    for _ in range(10):
+        while feed.capacity:
+            feed.completed(feed.admit())
+        feed.updated()
+    assert len(feed.complete) == feed.terms.num_places == 6
+
+
+def test_two_batches_under_one_version_use_the_places_of_later_ones():
+    feed = started(FeedTerms(1, 1), 2)
+    feed.completed(0)
+    feed.completed(1)
+    assert [feed.take(), feed.take()] == [[(0, 0, 0)], [(1, 0, 0)]]
+    assert (feed.capacity, feed.waits_for(1)) == (0, "weights")
+
+
+def test_versions_are_new_once_and_may_go_back():
+    versions = Versions("step-9")
+    assert not versions.is_new("step-9")
+    assert not versions.is_new(None)
+    assert not versions.goes_back("step-10")
+    assert versions.is_new("step-10")
+    assert versions.goes_back("step-9")
+    assert versions.goes_back("step-8")
+    assert not versions.goes_back("other-1")
+    assert versions.is_new("step-9")

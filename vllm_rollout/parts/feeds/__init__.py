@@ -1,0 +1,19 @@
+"""Asynchronous training: batches of groups from a feed that never stops, with a bound on staleness."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "feeds",
+    "Asynchronous training: batches of groups from a feed that never stops, with a bound on staleness.",
+    faces={
+        "api": "vllm_rollout.parts.feeds.api:FeedsApi",
+        "client": "vllm_rollout.parts.feeds.client.methods:CLIENT",
+        "metrics": "vllm_rollout.parts.feeds.http.metrics:FeedMetrics",
+        "routes": "vllm_rollout.parts.feeds.http.routes:ROUTES",
+    },
+    also={"page": {"shown": "vllm_rollout.parts.feeds.with_page.http:show"}},
+    exports={
+        "AsyncFeed": "vllm_rollout.parts.feeds.client.feed:AsyncFeed",
+        "Feed": "vllm_rollout.parts.feeds.client.feed:Feed",
+    },
+)

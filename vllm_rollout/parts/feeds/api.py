@@ -1,0 +1,40 @@
+"""The part in the API process: feeds, which are in the first one."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from vllm_rollout.kernel.api.engine import VLLMEngine
+from vllm_rollout.kernel.http.ports import ApiPart
+from vllm_rollout.kernel.parts import face
+from vllm_rollout.parts.feeds.http.service import FeedService
+from vllm_rollout.parts.feeds.http.store import FEEDS, FeedStore
+
+
+class FeedsApi(ApiPart):
+    """Overrides: start, serve, weights_named."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self._engine = engine
+        self._feeds: FeedService | None = None
+        self._store: FeedStore | None = None
+
+    async def start(self, settings: Namespace) -> None:
+        if settings.rollout_state is not None and not self._engine.client.client_index:
+            self._store = FeedStore(Path(settings.rollout_state) / FEEDS)
+
+    def serve(self, app: FastAPI) -> None:
+        client = self._engine.client
+        if not client.client_index:
+            rollouts, metrics = app.state.rollout_service, client.rollout_metrics
+            self._feeds = FeedService(rollouts, self._engine, metrics, self._store)
+            app.state.feed_service = self._feeds
+            if (show := face("feeds", "shown")) is not None:
+                show(rollouts, self._feeds)
+
+    def weights_named(self, version: str) -> None:
+        if self._feeds is not None:
+            self._feeds.weights_named(version)

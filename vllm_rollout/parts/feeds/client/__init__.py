@@ -1,0 +1,1 @@
+"""Feeds, for trainers."""

@@ -1,0 +1,119 @@
+"""A feed as trainers use it: `for batch in feed`. Invariant: a batch that was taken is asked for until it has come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any, Self
+
+from vllm_rollout.config import MAX_PROMPTS
+from vllm_rollout.kernel.client.blocking import Blocked, blocking, blocking_generator, finished
+from vllm_rollout.kernel.client.body import PromptLike
+from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError
+from vllm_rollout.kernel.client.sender import Sender
+from vllm_rollout.parts.feeds.client import feed_calls
+from vllm_rollout.parts.feeds.http.answers import FeedAnswer, FeedBatch
+from vllm_rollout.parts.feeds.http.body import DEFAULT_TIMEOUT_S
+
+
+class AsyncFeed:
+    """A feed of an `AsyncRolloutClient`. Use as an async context manager, and iterate over its batches."""
+
+    def __init__(self, client: Sender, answer: FeedAnswer) -> None:
+        self._client = client
+        self.id = answer.id
+        self.info = answer
+        """The feed as last read from the server."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, version={self.info.version})"
+
+    async def refresh(self) -> FeedAnswer:
+        """Read the feed from the server. Raises: RolloutError (404)."""
+        self.info = await self._client.send(feed_calls.feed(self.id))
+        return self.info
+
+    async def put(self, prompts: Iterable[PromptLike]) -> FeedAnswer:
+        """Put prompts behind those that wait. Raises: RolloutError. TypeError for a single prompt."""
+        if isinstance(prompts, str | dict):
+            raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
+        rest = iter(prompts)
+        while portion := list(islice(rest, MAX_PROMPTS)):
+            self.info = await self._client.send(feed_calls.put(self.id, portion))
+        return self.info
+
+    async def batch(
+        self, *, drain: bool = False, key: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> FeedBatch:
+        """Wait for a batch, and take it.
+
+        drain: if no prompt waits and nothing runs, return the groups there are, perhaps none.
+        key: your name for the batch. A second call with the same key gives the same batch. None: a new key.
+        timeout_s: seconds to wait for the batch.
+
+        Raises: RolloutError, 504 if there is no batch in time. Its message says what the batch waits for.
+        """
+        call = feed_calls.batch(self.id, key or feed_calls.new_key("batch"), drain=drain, timeout_s=timeout_s)
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await self._client.send(call)
+            except RolloutError as error:
+                if error.status is not None or time.monotonic() >= until:
+                    raise
+                await self._client._sleep(POLL_INTERVAL_S)
+
+    async def batches(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> AsyncGenerator[FeedBatch, None]:
+        """Yield batches until every prompt that was put has come back. The last batch may be smaller.
+
+        Prompts may be put meanwhile. Raises: RolloutError, as `batch` does.
+        """
+        while (batch := await self.batch(drain=True, timeout_s=timeout_s)).groups:
+            yield batch
+
+    async def delete(self) -> None:
+        """Delete the feed, and stop its groups. Raises: RolloutError (404)."""
+        await self._client.send(feed_calls.delete_feed(self.id))
+
+    def __aiter__(self) -> AsyncIterator[FeedBatch]:
+        return self.batches()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        with suppress(RolloutError):  # deleted before, or the server is gone
+            await self.delete()
+
+
+class Feed(Blocked):
+    """A feed of a `RolloutClient`. Use as a context manager, and iterate over its batches."""
+
+    refresh = blocking(AsyncFeed.refresh)
+    put = blocking(AsyncFeed.put)
+    batch = blocking(AsyncFeed.batch)
+    batches = blocking_generator(AsyncFeed.batches)
+    delete = blocking(AsyncFeed.delete)
+    __repr__ = AsyncFeed.__repr__
+    _awaited: AsyncFeed
+
+    def __init__(self, feed: AsyncFeed, finish: Callable[[Any], Any] = finished) -> None:
+        """`finish`: runs a coroutine and returns its result."""
+        self._awaited, self._finish = feed, finish
+        self.id = feed.id
+
+    @property
+    def info(self) -> FeedAnswer:
+        """The feed as last read from the server."""
+        return self._awaited.info
+
+    def __iter__(self) -> Iterator[FeedBatch]:
+        return self.batches()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._finish(self._awaited.__aexit__(*exception))

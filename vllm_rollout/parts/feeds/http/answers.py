@@ -1,0 +1,146 @@
+"""Answers about feeds (docs/reference/http.md)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from vllm_rollout.kernel.http.answers import GroupAnswer
+from vllm_rollout.parts.feeds.rules.feed import OnStale, OnUpdate, WaitsFor
+
+
+class FeedFields(BaseModel):
+    """Fields of a group that its feed adds."""
+
+    rollout_id: str
+    """Name of its rollout for POST /v1/rollouts/{rollout_id}/rewards."""
+    born: int
+    """Weights updates of the feed before the group started."""
+    born_version: str | None
+    """Name of the weights with which the group started. Null if they had none."""
+    staleness: int
+    """Weights updates between the start of the group and its batch."""
+
+
+class FeedGroup(GroupAnswer, FeedFields):
+    """A complete group. `weight_versions` of its trajectories are the versions of their tokens."""
+
+
+class FeedShare(BaseModel):
+    """Lengths and rewards of some groups."""
+
+    num_groups: int
+    mean_tokens: float | None
+    """Mean over groups of a group's mean length. Null without a group."""
+    mean_reward: float | None
+    """Mean over groups with rewards. Null if there is none."""
+
+
+class FeedMeter(BaseModel):
+    """Lengths and rewards of all groups since the feed began, by what became of them."""
+
+    admitted: FeedShare
+    """All groups. Running groups count with the tokens that are known so far, so the length is a lower bound."""
+    trained: FeedShare
+    """Groups of batches, this one too."""
+    filtered: FeedShare
+    dropped: FeedShare
+    """Groups that became too old."""
+    failed: FeedShare
+    complete: FeedShare
+    """Groups that no batch has yet."""
+    running: FeedShare
+    """Groups that run, with the tokens of their ended candidates."""
+    trained_std_error: float | None
+    """Standard error of the mean length of trained groups, in tokens."""
+
+
+class FailedPrompt(BaseModel):
+    prompt_id: str
+    reason: str
+
+
+class FeedBatchSummary(BaseModel):
+    """A batch without its groups."""
+
+    object: Literal["feed.batch"] = "feed.batch"
+    feed: str
+    batch: int
+    """Number of the batch, from 0."""
+    idempotency_key: str
+    version: int
+    """Weights updates since the feed began."""
+    weight_version: str | None
+    """Name of the current weights."""
+    max_staleness: int
+    """Largest staleness of its groups."""
+    num_over: int
+    """Groups that are over the feed's bound, with on_stale "finish"."""
+    dropped: list[str]
+    """Ids of prompts whose groups became too old since the batch before. Put them again to run them again."""
+    filtered: list[str]
+    """Ids of prompts whose groups were filtered since the batch before."""
+    failed: list[FailedPrompt]
+    """Prompts without a complete group since the batch before."""
+    num_waiting: int
+    """Prompts that wait to start."""
+    waited_s: float
+    """Seconds that the request has waited for the batch."""
+    meter: FeedMeter
+    warnings: list[str]
+
+
+class FeedBatch(FeedBatchSummary):
+    """A batch of complete groups, oldest first."""
+
+    groups: list[FeedGroup]
+
+
+class FeedTotals(BaseModel):
+    num_put: int
+    """Prompts that were put."""
+    num_admitted: int
+    num_taken: int
+    num_filtered: int
+    num_dropped: int
+    num_failed: int
+    generated_tokens: int
+    wasted_tokens: int
+    """Tokens that are in no complete group."""
+
+
+class FeedAnswer(BaseModel):
+    """A feed as it is now."""
+
+    id: str
+    object: Literal["feed"] = "feed"
+    created: int
+    model: str
+    group_size: int
+    batch: int
+    max_staleness: int
+    on_stale: OnStale
+    on_update: OnUpdate
+    filter: str | None
+    defaults: dict[str, Any]
+    """Fields of a rollout that hold for its groups."""
+    version: int
+    """Weights updates since the feed began."""
+    weight_version: str | None
+    """Name of the newest weights."""
+    num_batches: int
+    """Batches that were taken."""
+    num_waiting: int
+    """Prompts that wait to start."""
+    num_running: int
+    num_complete: int
+    """Complete groups that no batch has yet."""
+    capacity: int
+    """Groups that may start before the next weights update."""
+    waits_for: WaitsFor
+    """Reason why the next batch is not complete. `groups`: more have to complete. `older_groups`: a batch waits for
+    groups that would become too old. `prompts`: put more. `weights`: nothing may start before a weights update with a
+    new name."""
+    totals: FeedTotals
+    meter: FeedMeter

@@ -1,0 +1,75 @@
+"""Writes of one feed to disk, one after the other. Invariant: a batch is on disk before it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from vllm_rollout.background import heard, spawn
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.feeds.http.store import FeedStore
+
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-feeds")
+"""A single thread, so that transactions come one after the other."""
+
+
+class Kept:
+    """The rows of one feed. Without a store nothing is written."""
+
+    def __init__(self, store: FeedStore | None, name: str) -> None:
+        self.store, self._name = store, name
+        self._batch: Callable[[Mapping[str, Any]], None] | None = None
+        """The write of a batch that is not on disk yet."""
+
+    async def created(self, created: int, model: str, settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        if self.store is not None:
+            await _written(partial(self.store.create, self._name, created, model, settings, state))
+
+    async def deleted(self) -> None:
+        if self.store is not None:
+            await _written(partial(self.store.delete, self._name))
+
+    async def put(self, key: str | None, prompts: list[tuple[int, str]]) -> None:
+        if self.store is not None:
+            await _written(partial(self.store.put, self._name, key, prompts))
+
+    def completed(self, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
+        """Write a complete group soon. After a kill before that, it runs again."""
+        if self.store is not None:
+            self._later(partial(self.store.completed, self._name, turn, born, fields, group))
+
+    def left(self, turns: list[int], state: Mapping[str, Any]) -> None:
+        """Forget prompts soon, and keep the feed's numbers."""
+        if self.store is not None:
+            self._later(partial(self.store.left, self._name, turns, state))
+
+    def take(self, turns: list[int], number: int, key: str, body: bytes, num_kept: int) -> None:
+        """Note a batch, which `written` writes."""
+        if self.store is not None:
+            self._batch = partial(self.store.take, self._name, turns, number, key, body, num_kept)
+
+    async def written(self, state: Mapping[str, Any]) -> None:
+        """Write the newest batch if it is not on disk. `state`: the feed's numbers. Raises: RequestError (507)."""
+        if (write := self._batch) is not None:
+            await _written(partial(write, state))
+            if self._batch is write:
+                self._batch = None
+
+    def _later(self, write: Callable[[], None]) -> None:
+        spawn(_heard(_submitted(write)), "a feed on disk")
+
+
+async def _written(write: Callable[[], None]) -> None:
+    """Run a transaction, to its end even if the caller goes away."""
+    await _heard(_submitted(write))
+
+
+def _submitted(write: Callable[[], None]) -> asyncio.Future[None]:
+    return asyncio.get_running_loop().run_in_executor(_THREAD, write)
+
+
+async def _heard(work: asyncio.Future[None]) -> None:
+    await heard(work, "a feed on disk", refusals=(RequestError,))

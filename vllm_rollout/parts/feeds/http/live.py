@@ -1,0 +1,320 @@
+"""A feed that runs: prompts that wait, groups that run, and groups that are complete.
+
+Invariant: each prompt that was put waits, runs, is complete, or is in exactly one list of a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from vllm_rollout.background import spawn
+from vllm_rollout.kernel.http.clients import act_for
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.protocol import Prompt
+from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.kernel.rules.types import NOT_FINITE
+from vllm_rollout.parts.feeds.http.answers import FailedPrompt
+from vllm_rollout.parts.feeds.http.body import FeedRequest
+from vllm_rollout.parts.feeds.http.kept import Kept
+from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
+from vllm_rollout.parts.feeds.http.running import FeedRollout
+from vllm_rollout.parts.feeds.http.store import StoredFeed
+from vllm_rollout.parts.feeds.rules.bias import BiasMeter, Fate, GroupSize
+from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup, Versions
+
+AGAIN_S = 1.0
+"""Seconds until a group starts again that the engine could not take."""
+PASSING = (409, 429, 503)
+"""Statuses of errors after which a group starts again."""
+MAX_WARNINGS = 16
+
+
+@dataclass(slots=True)
+class SinceBatch:
+    """Events since the last batch that the next one reports."""
+
+    dropped: list[str] = field(default_factory=list)
+    filtered: list[str] = field(default_factory=list)
+    failed: list[FailedPrompt] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class WaitingPrompt(NamedTuple):
+    turn: int
+    """Number of the prompt among all that were put."""
+    prompt: Prompt
+    num_bytes: int
+    """Size as JSON."""
+
+
+class LiveFeed:
+    """One feed of a client."""
+
+    def __init__(
+        self,
+        id: str,
+        request: FeedRequest,
+        model: str,
+        rollouts: RolloutService,
+        metrics: FeedMetrics,
+        version: str | None,
+        kept: Kept,
+    ) -> None:
+        self.id, self.request, self.model, self.created = id, request, model, int(time.time())
+        self.kept = kept
+        self.is_held = False
+        """True after a restart until weights are named. They may not be those of the feed before."""
+        self.bad_version = -1
+        """Version whose logits were not finite. No group starts under it."""
+        self.rule = Feed(request.terms)
+        self.versions = Versions(version)
+        self.meter = BiasMeter()
+        self.waiting: deque[WaitingPrompt] = deque()
+        self.groups: dict[int, FeedRollout] = {}
+        """Groups that run or are complete, by number."""
+        self.since = SinceBatch()
+        self.num_put = self.num_batches = self.generated_tokens = self.wasted_tokens = 0
+        self._rollouts, self._metrics = rollouts, metrics
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._context = copy_context()
+        """Groups start in the context of the feed's client, whoever makes room for them."""
+        self._changed = asyncio.Event()
+
+    def checked(self, prompts: list[Prompt]) -> list[WaitingPrompt]:
+        """Prompts with ids and turns of their own. Raises: RequestError (409) for an id that is in the feed."""
+        alive = {each.prompt.id for each in self.waiting} | {each.prompt.id for each in self.groups.values()}
+        named = []
+        for position, prompt in enumerate(prompts):
+            name = str(self.num_put + position) if prompt.id is None else prompt.id
+            if name in alive:
+                raise RequestError(
+                    f"prompts.{position}.id: {name!r} is in this feed, and its group was not taken yet. Put it later, "
+                    "or under another id.",
+                    status=409,
+                    param=f"prompts.{position}.id",
+                )
+            alive.add(name)
+            named.append(waiting_prompt(self.num_put + position, prompt.model_copy(update={"id": name})))
+        return named
+
+    def put(self, prompts: list[WaitingPrompt]) -> None:
+        """Add checked prompts."""
+        self.num_put += len(prompts)
+        self.waiting.extend(prompts)
+        self._admit()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Numbers that a restart needs."""
+        return {
+            "version": self.rule.version,
+            "weight_version": self.versions.name,
+            "num_used": self.rule.num_used,
+            "num_put": self.num_put,
+            "num_batches": self.num_batches,
+        }
+
+    def take_up(self, stored: StoredFeed, namespace: str) -> None:
+        """Continue from disk. Groups that ran when the server ended run again. Raises: ValueError, KeyError."""
+        self._context.run(act_for, namespace)
+        state, rule = stored.state, self.rule
+        self.created = stored.created
+        self.num_put, self.num_batches = state["num_put"], state["num_batches"]
+        rule.version, rule.num_used = state["version"], state["num_used"]
+        self.is_held = True
+        for turn, body, born, fields, group in stored.prompts:
+            prompt = Prompt.model_validate_json(body)
+            if born is None:
+                self.waiting.append(waiting_prompt(turn, prompt))
+                continue
+            number, rule.num_admitted = rule.num_admitted, rule.num_admitted + 1
+            rule.complete[number] = born
+            size = GroupSize(fields["tokens"], fields["reward"])
+            names = fields["born_version"], fields["rollout_id"]
+            self.groups[number] = FeedRollout(
+                prompt, turn, self.request.group_size, born, *names, json=group, known_size=size
+            )
+
+    def weights_named(self, name: str | None) -> None:
+        """Note the name of the current weights. Another name than before is a weights update."""
+        before = self.versions.name
+        if name is not None and self.versions.goes_back(name):
+            self._warn(f"the weights went back from {before!r} to {name!r}. This counts as an update.")
+        was_held = self.is_held
+        self.is_held = was_held and name is None and before is not None
+        if self.versions.is_new(name):
+            for number in self.rule.updated():
+                self._drop(number)
+            self.kept.left([], self.state)
+            if self.request.on_update == "recompute" and (names := [group.rollout_id for group in self.running]):
+                spawn(self._rollouts.recompute(names), "KV of a feed's groups")
+            self._admit()
+        elif was_held and not self.is_held:
+            self._admit()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait until something has changed, but not longer than `timeout_s`."""
+        changed = self._changed
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+
+    def take(self, *, drain: bool) -> list[tuple[TakenGroup, FeedRollout]] | None:
+        """The groups of the next batch. None: wait."""
+        taken = self.rule.take(drain=drain and not self.waiting)
+        if taken is None:
+            return None
+        self.num_batches += 1
+        found = [(each, self.groups.pop(each.number)) for each in taken]
+        for each, group in found:
+            self._over("trained", group)
+            self._metrics.taken(each.staleness)
+        self._admit()
+        return found
+
+    def report(self) -> SinceBatch:
+        """Events since the last report."""
+        since, self.since = self.since, SinceBatch()
+        return since
+
+    @property
+    def running(self) -> Iterator[FeedRollout]:
+        return (self.groups[number] for number in self.rule.running)
+
+    @property
+    def complete(self) -> Iterator[FeedRollout]:
+        return (self.groups[number] for number in self.rule.complete)
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.waiting)
+
+    async def close(self) -> None:
+        """Stop all groups."""
+        self.waiting.clear()
+        self._notify()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _admit(self) -> None:
+        """Start as many groups as there is room for."""
+        while self.waiting and self.rule.capacity and not self.is_held and self.bad_version != self.rule.version:
+            number = self.rule.admit()
+            waiting = self.waiting.popleft()
+            group = FeedRollout(
+                waiting.prompt, waiting.turn, self.request.group_size, self.rule.running[number], self.versions.name
+            )
+            self.groups[number] = group
+            task = self._context.run(spawn, self._run(number, group), "a group of a feed")
+            task.add_done_callback(partial(self._forget, number))
+            self._tasks[number] = task
+        self._notify()
+
+    async def _run(self, number: int, group: FeedRollout) -> None:
+        reason: str | None = None
+        try:
+            labels = {"feed": self.id, "group": number}
+            await group.run(self._rollouts, self.request.rollout_fields(), labels)
+        except RequestError as error:
+            if error.status in PASSING:
+                await asyncio.sleep(error.retry_after_s or AGAIN_S)
+                self._again(number)
+                return
+            reason = str(error)
+        except Exception as error:  # the feed goes on without this group
+            self._ended(number, group, f"our code failed: {error!r}")
+            raise
+        self._ended(number, group, reason)
+
+    def _ended(self, number: int, group: FeedRollout, reason: str | None) -> None:
+        if number not in self.rule.running:  # it was dropped at its very end
+            return
+        self.generated_tokens += group.usage.generated_tokens
+        name, is_complete = group.prompt.id or "", group.event is not None and group.event.status == "complete"
+        if group.saw_bad_weights and not is_complete:
+            self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
+            self.wasted_tokens += group.usage.generated_tokens
+            if group.born == self.rule.version:  # others may have KV of earlier weights
+                self.bad_version = group.born
+            self._again(number)
+            return
+        for warning in group.warnings:
+            self._warn(warning)
+        if not is_complete:
+            reason = reason or (group.event and group.event.reason) or "its candidates were stopped."
+            self.since.failed.append(FailedPrompt(prompt_id=name, reason=reason))
+            self._gave_up(number, "failed")
+        elif self.request.filter is not None and not group.teaches:
+            self.since.filtered.append(name)
+            self._gave_up(number, "filtered")
+        else:
+            self.rule.completed(number)
+            size, born = group.size, self.rule.complete[number]
+            fields = {"born_version": group.born_version, "rollout_id": group.rollout_id, **asdict(size)}
+            self.kept.completed(group.turn, born, fields, group.json)
+        self._admit()
+
+    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[number]
+
+    def _again(self, number: int) -> None:
+        """Let the prompt of a group wait again, in its turn."""
+        if number in self.rule.running:
+            self.rule.gave_up(number)
+            group = self.groups.pop(number)
+            insort(self.waiting, waiting_prompt(group.turn, group.prompt), key=lambda each: each.turn)
+            self._admit()
+
+    def _gave_up(self, number: int, fate: Fate) -> None:
+        self.rule.gave_up(number)
+        self._over(fate, self.groups.pop(number))
+
+    def _drop(self, number: int) -> None:
+        """Stop a group that has become too old."""
+        group = self.groups.pop(number)
+        self.since.dropped.append(group.prompt.id or "")
+        if self.request.on_stale == "wait":
+            self._warn('the weights were updated without a batch in between: "wait" had to drop groups.')
+        task = self._tasks.get(number)
+        if task is None or task.done():
+            self._over("dropped", group)
+            return
+        task.add_done_callback(lambda _: self._dropped(group))
+        task.cancel()
+
+    def _dropped(self, group: FeedRollout) -> None:
+        """Count a group that was stopped. Its last tokens are known by now."""
+        self.generated_tokens += group.num_tokens
+        self.wasted_tokens += group.num_tokens
+        self._over("dropped", group)
+
+    def _over(self, fate: Fate, group: FeedRollout) -> None:
+        usage = group.usage
+        self.wasted_tokens += usage.wasted_tokens if fate == "trained" else usage.generated_tokens
+        self.meter.over(fate, group.size)
+        self._metrics.over(fate)
+        if fate != "trained":
+            self.kept.left([group.turn], self.state)
+
+    def _warn(self, warning: str) -> None:
+        if warning not in self.since.warnings and len(self.since.warnings) < MAX_WARNINGS:
+            self.since.warnings.append(warning)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def waiting_prompt(turn: int, prompt: Prompt) -> WaitingPrompt:
+    return WaitingPrompt(turn, prompt, len(prompt.model_dump_json(exclude_none=True)))

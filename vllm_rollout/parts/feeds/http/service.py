@@ -1,0 +1,252 @@
+"""Feeds of all clients. Invariant: a batch is taken once, and its answer is kept before it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+from vllm_rollout.kernel.http.clients import client_namespace, id_of, owned_name
+from vllm_rollout.kernel.http.engine import Engine, RequestError
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.parts.feeds.http.answers import FeedAnswer
+from vllm_rollout.parts.feeds.http.batches import Batches, feed_answer
+from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
+from vllm_rollout.parts.feeds.http.kept import Kept
+from vllm_rollout.parts.feeds.http.live import LiveFeed, WaitingPrompt
+from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
+from vllm_rollout.parts.feeds.http.store import FeedStore, StoredFeed
+
+CHECK = {"id": "check", "prompt_token_ids": [0]}
+"""Stands for a feed's prompts when its fields are checked."""
+LOOK_S = 1.0
+"""Seconds after which a request that waits for a batch asks the engine for the name of its weights. Another API process
+may have got them."""
+MAX_FEEDS = 64
+MAX_WAITING_BYTES = 512 << 20
+"""Largest sum of the prompts that wait in all feeds, in bytes of JSON."""
+WAITS = {
+    "groups": "{running} groups run, and {complete} of {batch} are complete.",
+    "older_groups": "it would leave running groups behind that are too old for the next batch.",
+    "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Put more, or set drain.",
+    "weights": "no group may start before weights with a new name come. The current ones are {name!r}.",
+}
+"""Message for each reason why there is no batch."""
+
+
+class FeedService:
+    """Serves the endpoints of feeds."""
+
+    def __init__(
+        self, rollouts: RolloutService, engine: Engine, metrics: Metrics, store: FeedStore | None = None
+    ) -> None:
+        """`store`: feeds on disk. None: a feed ends with the server.
+
+        Raises: RuntimeError for feeds that cannot be read.
+        """
+        self._rollouts, self._engine = rollouts, engine
+        self._metrics = metrics.of(FeedMetrics)
+        self._feeds: dict[str, Batches] = {}
+        """Feeds by their clients' names for them."""
+        self._store = store
+        for stored in () if store is None else store.load():
+            self._take_up(stored)
+
+    async def create(self, request: FeedRequest) -> tuple[FeedAnswer, bool]:
+        """Create a feed. Returns it, and True if it is new. Raises: RequestError, 409 if a feed of that id has other
+        terms."""
+        id = request.id or f"feed-{uuid.uuid4().hex[:12]}"
+        name = _name(id)
+        if name not in self._feeds:
+            check = await self._rollouts.prepare(_rollout_request(request))
+            version = await self._engine.current_weight_version()
+            if name not in self._feeds:  # another request may have been faster
+                self._check_num_feeds()
+                feed = self._feed(name, request, check.model, version)
+                self._feeds[name] = Batches(feed)
+                try:
+                    await feed.kept.created(feed.created, feed.model, _as_json(request), feed.state)
+                except RequestError:
+                    del self._feeds[name]
+                    raise
+                return feed_answer(feed), True
+        feed = self._feeds[name].feed
+        _check_same(feed, request)
+        return feed_answer(feed), False
+
+    async def read(self, id: str) -> FeedAnswer:
+        """A feed as it is now. Raises: RequestError (404)."""
+        found = self._find(id)
+        await self._look()
+        return feed_answer(found.feed)
+
+    async def delete(self, id: str) -> None:
+        """Delete a feed, and stop its groups. Raises: RequestError (404)."""
+        found = self._find(id)
+        del self._feeds[_name(id)]
+        await found.feed.close()
+        async with found.putting:
+            await found.feed.kept.deleted()
+
+    async def put(self, id: str, request: PutRequest) -> FeedAnswer:
+        """Add prompts. Raises: RequestError, 507 if too many wait."""
+        found = self._find(id)
+        await self._look()
+        key = request.idempotency_key
+        async with found.putting:
+            self._check_there(id, found)
+            if key is None or key not in found.puts:
+                prompts = found.feed.checked(request.prompts)
+                self._check_room(prompts)
+                rows = [(each.turn, each.prompt.model_dump_json(exclude_none=True)) for each in prompts]
+                await found.feed.kept.put(key, rows)
+                found.feed.put(prompts)
+                if key is not None:
+                    found.puts.add(key)
+        return feed_answer(found.feed)
+
+    async def take(self, id: str, request: BatchRequest) -> list[bytes]:
+        """Wait for a batch, and take it. Returns a FeedBatch as JSON, in parts.
+
+        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch.
+        """
+        found, began = self._find(id), time.monotonic()
+        key = request.idempotency_key or f"batch-{uuid.uuid4().hex}"
+        if (kept := found.kept(key)) is not None:
+            await found.feed.kept.written(found.feed.state)
+            return kept
+        async with _in_turn(found, request.timeout_s):
+            await found.feed.kept.written(found.feed.state)
+            await self._look()
+            while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
+                left_s = began + request.timeout_s - time.monotonic()
+                if left_s <= 0:
+                    raise _no_batch(found.feed, request.timeout_s)
+                await found.feed.changed(min(left_s, LOOK_S))
+                await self._look()
+                self._check_there(id, found)
+            await found.feed.kept.written(found.feed.state)
+        self._metrics.waited(time.monotonic() - began)
+        return answer
+
+    @property
+    def live(self) -> list[LiveFeed]:
+        """All feeds."""
+        return [found.feed for found in self._feeds.values()]
+
+    def weights_named(self, version: str | None) -> None:
+        """The engine has weights of this name."""
+        for found in self._feeds.values():
+            found.feed.weights_named(version)
+
+    async def _look(self) -> None:
+        self.weights_named(await self._engine.current_weight_version())
+
+    def _find(self, id: str) -> Batches:
+        if (found := self._feeds.get(_name(id))) is None:
+            raise _unknown(id)
+        return found
+
+    def _check_there(self, id: str, found: Batches) -> None:
+        """Raises: RequestError (404) if the feed was deleted meanwhile."""
+        if self._feeds.get(_name(id)) is not found:
+            raise _unknown(id)
+
+    def _check_num_feeds(self) -> None:
+        if len(self._feeds) >= MAX_FEEDS:
+            raise RequestError(
+                f"this server has {MAX_FEEDS} feeds, and may have no more. DELETE one of them.",
+                status=HTTPStatus.CONFLICT,
+            )
+
+    def _feed(self, name: str, request: FeedRequest, model: str, version: str | None) -> LiveFeed:
+        kept = Kept(self._store, name)
+        return LiveFeed(id_of(name), request, model, self._rollouts, self._metrics, version, kept)
+
+    def _take_up(self, stored: StoredFeed) -> None:
+        """Continue a feed from disk. Raises: RuntimeError."""
+        try:
+            request = FeedRequest.model_validate(stored.settings)
+            feed = self._feed(stored.name, request, stored.model, stored.state["weight_version"])
+            found = self._feeds[stored.name] = Batches(feed)
+            found.take_up(stored)
+            feed.take_up(stored, stored.name.rpartition("/")[0])
+        except (ValueError, KeyError) as error:
+            raise RuntimeError(f"feed {stored.name!r} cannot be read from disk ({error}).") from error
+
+    def _check_room(self, prompts: Iterable[WaitingPrompt]) -> None:
+        waiting = sum(found.feed.num_waiting_bytes for found in self._feeds.values())
+        num = sum(prompt.num_bytes for prompt in prompts)
+        if waiting + num > MAX_WAITING_BYTES:
+            raise RequestError(
+                f"prompts: {num} bytes would make {waiting + num} that wait in feeds, at most {MAX_WAITING_BYTES} may. "
+                "Put them after the next batch.",
+                status=HTTPStatus.INSUFFICIENT_STORAGE,
+                param="prompts",
+            )
+
+
+@asynccontextmanager
+async def _in_turn(found: Batches, timeout_s: float) -> AsyncIterator[None]:
+    """Wait for the requests before: trainers of one feed get batches in the order of their requests.
+
+    Raises: RequestError (504).
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await found.turn.acquire()
+    except TimeoutError:
+        raise _no_batch(found.feed, timeout_s) from None
+    try:
+        yield
+    finally:
+        found.turn.release()
+
+
+def _as_json(request: FeedRequest) -> dict[str, Any]:
+    """The request as it was made, without defaults."""
+    return request.model_dump(mode="json", exclude_unset=True)
+
+
+def _name(id: str) -> str:
+    """Name of a feed, from the id that the current client has for it."""
+    return owned_name(client_namespace(), id)
+
+
+def _unknown(id: str) -> RequestError:
+    return RequestError(
+        f"feed {id!r:.140} is not known here: it was deleted, or the server has started anew. Create it by POST "
+        "/v1/feeds.",
+        status=HTTPStatus.NOT_FOUND,
+    )
+
+
+def _rollout_request(request: FeedRequest) -> RolloutRequest:
+    return RolloutRequest.model_validate({**request.rollout_fields(), "prompts": [CHECK]})
+
+
+def _check_same(feed: LiveFeed, request: FeedRequest) -> None:
+    """Raises: RequestError (409) that names a field whose value differs."""
+    before, now = feed.request.settings, request.settings
+    for name in (name for name in now if before[name] != now[name]):
+        raise RequestError(
+            f"{name}: feed {feed.id!r} has {json.dumps(before[name]):.80}, got {json.dumps(now[name]):.80}. Take "
+            "another id, or DELETE the feed.",
+            status=HTTPStatus.CONFLICT,
+            param=name,
+        )
+
+
+def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
+    rule = feed.rule
+    why = WAITS[rule.waits_for(len(feed.waiting))].format(
+        running=len(rule.running), complete=len(rule.complete), batch=rule.terms.batch, name=feed.versions.name
+    )
+    return RequestError(f"timeout_s: no batch within {timeout_s:g} s: {why}", status=HTTPStatus.GATEWAY_TIMEOUT)

@@ -1,0 +1,176 @@
+"""Feeds on disk, in SQLite. Invariant: each method is one transaction, which is done completely or not at all.
+
+Calls block, so they are made on a thread (`kept.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.private_file import open_private
+
+FEEDS = "feeds.sqlite"
+"""File in the folder of --rollout-state."""
+FORMAT = 1
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS feeds (
+    name TEXT PRIMARY KEY, created INTEGER NOT NULL, model TEXT NOT NULL, settings TEXT NOT NULL, state TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS prompts (
+    feed TEXT NOT NULL, turn INTEGER NOT NULL, body TEXT NOT NULL, born INTEGER, fields TEXT, json BLOB,
+    PRIMARY KEY (feed, turn)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keys (
+    feed TEXT NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (feed, kind, key)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS answers (
+    feed TEXT NOT NULL, number INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (feed, number)
+);
+"""
+# prompts has a row until the prompt's group is in a batch, or left the feed. born, fields and json are of complete
+# groups. A group that runs has none of them, and runs again after a restart.
+TABLES = ("prompts", "keys", "answers")
+
+
+class StoredPrompt(NamedTuple):
+    """A prompt that has not come back."""
+
+    turn: int
+    body: str
+    born: int | None
+    """Version at the birth of its complete group. None: it has none yet."""
+    fields: Mapping[str, Any]
+    """Fields of the complete group's object."""
+    json: bytes
+
+
+class StoredFeed(NamedTuple):
+    name: str
+    created: int
+    model: str
+    settings: Mapping[str, Any]
+    state: Mapping[str, Any]
+    """Numbers of `LiveFeed.state`."""
+    prompts: Sequence[StoredPrompt]
+    puts: Sequence[str]
+    """Keys of requests that have put prompts, oldest first."""
+    keys: Sequence[str]
+    """Keys of batches, oldest first."""
+    answers: Mapping[str, bytes]
+    """Newest batches by key, oldest first."""
+
+
+class FeedStore:
+    """All feeds of one server."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: RuntimeError for a file that cannot be read or written."""
+        self._path = path
+        os.close(open_private(path, os.O_RDWR))
+        self._database = sqlite3.connect(path, check_same_thread=False)
+        try:
+            self._set_up()
+        except sqlite3.Error as error:
+            raise RuntimeError(f"{path} cannot be used for feeds ({error}). Move it away, then start again.") from error
+
+    def _set_up(self) -> None:
+        (found,) = self._database.execute("PRAGMA user_version").fetchone()
+        if found not in (0, FORMAT):
+            raise sqlite3.DatabaseError(f"its format is {found}, this version has {FORMAT}")
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = FULL")
+        self._database.executescript(SCHEMA)
+        self._database.execute(f"PRAGMA user_version = {FORMAT}")
+
+    def create(
+        self, name: str, created: int, model: str, settings: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        row = (name, created, model, json.dumps(settings), json.dumps(state))
+        with self._transaction() as run:
+            run("INSERT INTO feeds VALUES (?, ?, ?, ?, ?)", row)
+
+    def delete(self, name: str) -> None:
+        with self._transaction() as run:
+            for table in TABLES:
+                run(f"DELETE FROM {table} WHERE feed = ?", (name,))
+            run("DELETE FROM feeds WHERE name = ?", (name,))
+
+    def put(self, name: str, key: str | None, prompts: Iterable[tuple[int, str]]) -> None:
+        """Add prompts, each with its turn."""
+        with self._transaction() as run:
+            last = 0
+            for turn, body in prompts:
+                run("INSERT INTO prompts (feed, turn, body) VALUES (?, ?, ?)", (name, turn, body))
+                last = turn
+            if key is not None:
+                run("INSERT INTO keys VALUES (?, 'put', ?, ?)", (name, key, last))
+
+    def completed(self, name: str, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
+        values = (born, json.dumps(fields), zlib.compress(group, 1), name, turn)
+        with self._transaction() as run:
+            run("UPDATE prompts SET born = ?, fields = ?, json = ? WHERE feed = ? AND turn = ?", values)
+
+    def left(self, name: str, turns: Iterable[int], state: Mapping[str, Any]) -> None:
+        """Forget prompts whose groups are in no batch, and keep the feed's numbers."""
+        with self._transaction() as run:
+            for turn in turns:
+                run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
+            run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name))
+
+    def take(
+        self, name: str, turns: list[int], number: int, key: str, body: bytes, num_kept: int, state: Mapping[str, Any]
+    ) -> None:
+        """Keep a batch's answer in place of its groups. `number`: of the batch."""
+        with self._transaction() as run:
+            for turn in turns:
+                run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
+            run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name))
+            run("INSERT INTO keys VALUES (?, 'batch', ?, ?)", (name, key, number))
+            run("INSERT INTO answers VALUES (?, ?, ?, ?)", (name, number, key, zlib.compress(body, 1)))
+            run("DELETE FROM answers WHERE feed = ? AND number <= ?", (name, number - num_kept))
+
+    def load(self) -> list[StoredFeed]:
+        """All feeds. Raises: RuntimeError for a damaged file."""
+        try:
+            return [self._feed(*row) for row in self._database.execute("SELECT * FROM feeds").fetchall()]
+        except (sqlite3.Error, ValueError, zlib.error) as error:
+            raise RuntimeError(f"{self._path} is damaged ({error}). Move it away, then start again.") from error
+
+    def _feed(self, name: str, created: int, model: str, settings: str, state: str) -> StoredFeed:
+        def rows(query: str) -> list[Any]:
+            return self._database.execute(query, (name,)).fetchall()
+
+        prompts = [
+            StoredPrompt(turn, body, born, json.loads(fields or "{}"), zlib.decompress(group) if group else b"")
+            for _, turn, body, born, fields, group in rows("SELECT * FROM prompts WHERE feed = ? ORDER BY turn")
+        ]
+        kinds = ("put", "batch")
+        keys = [rows(f"SELECT key FROM keys WHERE feed = ? AND kind = '{kind}' ORDER BY number") for kind in kinds]
+        puts, batches = [[key for (key,) in each] for each in keys]
+        kept = rows("SELECT key, body FROM answers WHERE feed = ? ORDER BY number")
+        answers = {key: zlib.decompress(body) for key, body in kept}
+        return StoredFeed(
+            name, created, model, json.loads(settings), json.loads(state), prompts, puts, batches, answers
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Any]:
+        """Yields a function that runs one statement. Raises: RequestError (507)."""
+        try:
+            with self._database:
+                yield self._database.execute
+        except sqlite3.Error as error:
+            raise RequestError(
+                f"the feeds' database {self._path} cannot be written: {error}. Free space, or look at its disk. Then "
+                "repeat the request with its idempotency_key.",
+                status=HTTPStatus.INSUFFICIENT_STORAGE,
+            ) from error

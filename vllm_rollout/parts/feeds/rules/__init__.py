@@ -1,0 +1,1 @@
+"""Decisions about feeds. Invariant: the standard library only."""

@@ -1,0 +1,164 @@
+"""Staleness of groups in a feed: which group may start, which groups make the next batch, and which are too old.
+
+The version is the number of weights updates since the feed began. A group is born with the version at its start. Its
+staleness is the version at which it is taken, minus the version at which it was born.
+
+Invariant: a group is taken once. Unless `on_stale` is "finish", none is taken with more than `max_staleness`. If the
+trainer takes a batch before each update, "wait" drops no group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+OnStale = Literal["wait", "drop", "finish"]
+OnUpdate = Literal["keep", "recompute"]
+WaitsFor = Literal["groups", "older_groups", "prompts", "weights"]
+"""groups        more groups have to complete
+older_groups  a batch is complete, and older groups that run would become too old if it were taken without them
+prompts       nothing runs, and no prompt waits
+weights       no group may start before the next weights update
+"""
+NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
+"""A version's name that ends with a number, as step-17."""
+MAX_NAMES = 4096
+"""Names of versions that a feed remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedTerms:
+    batch: int
+    """Groups of a batch (B)."""
+    max_staleness: int
+    """Bound of the staleness (eta)."""
+    on_stale: OnStale = "wait"
+
+    @property
+    def num_places(self) -> int:
+        """Most groups that run or are complete at a time."""
+        return (self.max_staleness + 1) * self.batch
+
+
+class TakenGroup(NamedTuple):
+    number: int
+    born: int
+    staleness: int
+
+
+@dataclass(slots=True)
+class Feed:
+    """The groups of one feed. Each has a number, in the order in which they start."""
+
+    terms: FeedTerms
+    version: int = 0
+    """Number of weights updates since the feed began."""
+    num_used: int = 0
+    """Places of taken batches, and of versions under which no batch was taken."""
+    running: dict[int, int] = field(default_factory=dict)
+    """Version at birth of each running group."""
+    complete: dict[int, int] = field(default_factory=dict)
+    """Version at birth of each complete group."""
+    num_admitted: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may start now. Source: AReaL, 5.1."""
+        most = (self.version + self.terms.max_staleness + 1) * self.terms.batch
+        return max(0, most - self.num_used - len(self.running) - len(self.complete))
+
+    def admit(self) -> int:
+        """Start a group. Returns its number."""
+        assert self.capacity > 0, "the caller checks the capacity"
+        number, self.num_admitted = self.num_admitted, self.num_admitted + 1
+        self.running[number] = self.version
+        return number
+
+    def completed(self, number: int) -> None:
+        self.complete[number] = self.running.pop(number)
+
+    def gave_up(self, number: int) -> None:
+        """Give back the place of a running group that was filtered, or that failed."""
+        del self.running[number]
+
+    def take(self, *, drain: bool = False) -> list[TakenGroup] | None:
+        """The groups of the next batch, oldest first. None: wait.
+
+        `drain`: no prompt waits, so once nothing runs the batch may be smaller, or empty.
+        """
+        oldest = sorted(self.complete)[: self.terms.batch]
+        is_last = drain and not self.running
+        if (len(oldest) < self.terms.batch and not is_last) or not self._may_take(oldest):
+            return None
+        self.num_used += self.terms.batch
+        born = {number: self.complete.pop(number) for number in oldest}
+        return [TakenGroup(number, at, self.version - at) for number, at in born.items()]
+
+    def updated(self) -> list[int]:
+        """The weights have changed. Returns the groups that have become too old. They are dropped."""
+        self.version += 1
+        self.num_used = max(self.num_used, self.version * self.terms.batch)
+        if self.terms.on_stale == "finish":
+            return []
+        oldest = self.version - self.terms.max_staleness
+        expired = [number for alive in (self.running, self.complete) for number, at in alive.items() if at < oldest]
+        for number in expired:
+            self.running.pop(number, None)
+            self.complete.pop(number, None)
+        return expired
+
+    def waits_for(self, num_prompts: int) -> WaitsFor:
+        """The reason why there is no batch. `num_prompts`: prompts that wait."""
+        if len(self.complete) >= self.terms.batch:
+            return "older_groups"
+        if self.running:
+            return "groups"
+        return "weights" if num_prompts else "prompts"
+
+    def _may_take(self, oldest: Iterable[int]) -> bool:
+        """True if the other groups can still be taken in time, or if waiting would bring no older group."""
+        if self.terms.on_stale != "wait":
+            return True
+        taken = {number: self.complete[number] for number in oldest}
+        if not taken or not self.running or min(self.running.values()) >= max(taken.values()):
+            return True
+        left = [*self.running.values(), *(at for number, at in self.complete.items() if number not in taken)]
+        eta, batch = self.terms.max_staleness, self.terms.batch
+        # a group that was born at version v must be in the batch of version v + eta, or in an earlier one
+        return all(sum(at + eta <= self.version + more for at in left) <= more * batch for more in range(eta + 1))
+
+
+@dataclass(slots=True)
+class Versions:
+    """Names of the weights that a feed has known."""
+
+    name: str | None = None
+    """Name of the newest weights. None if they have none."""
+    names: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._remember()
+
+    def is_new(self, name: str | None) -> bool:
+        """Note the name of the current weights. True if the weights have changed."""
+        if name is None or name == self.name:
+            return False
+        self.name = name
+        self._remember()
+        return True
+
+    def goes_back(self, name: str) -> bool:
+        """True if these weights are older than the current ones: the name was used before, or its number is lower."""
+        if name == self.name:
+            return False
+        now, then = (NUMBERED.fullmatch(each) for each in (name, self.name or ""))
+        is_lower = now and then and now[1] == then[1] and int(now[2]) < int(then[2])
+        return name in self.names or bool(is_lower)
+
+    def _remember(self) -> None:
+        if self.name is not None:
+            self.names[self.name] = None
+            if len(self.names) > MAX_NAMES:
+                del self.names[next(iter(self.names))]
