@@ -172,6 +172,8 @@ class FakeEngine:
     """Candidates of all running groups."""
     stops: dict[str, list[CandidateId]] = field(default_factory=dict)
     """Verdicts on candidates of a group, to be carried out in its next step."""
+    cancelled: set[str] = field(default_factory=set)
+    """Groups that their next step cancels, after one more token."""
     recomputed: list[Sequence[str] | None] = field(default_factory=list)
     """Arguments of each call that recomputes KV."""
     last_step_s: float = 0.0
@@ -316,6 +318,7 @@ class FakeEngine:
                 steps.drop(group_id)
             del self.groups[group_id]
             self.stops.pop(group_id, None)
+            self.cancelled.discard(group_id)
             for id in [id for id in self.candidates if id.group_id == group_id]:
                 del self.candidates[id]
 
@@ -336,9 +339,7 @@ class FakeEngine:
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         self.check_alive()
-        for group_id in group_ids:
-            if group_id in self.groups:
-                self.groups[group_id].cancel(group_id)
+        self.cancelled.update(id for id in group_ids if id in self.groups)
 
     async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
         self.check_alive()
@@ -397,6 +398,8 @@ class FakeEngine:
             for name in [name for name, its in terms if reached in its.scored_lengths]:
                 seen = self.parts[name].observe(candidate.before + candidate.token_ids, reached, adapter)
                 due.setdefault(name, {})[id] = seen
+        if own in self.cancelled:
+            steps.cancel(own)
         self._close_step(steps, due)
         return [running.pop(id) for id in (*ended, *self.stops.pop(own, ()))]
 
