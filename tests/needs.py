@@ -60,7 +60,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "parts/pruning/test_left_out.py": ("sessions",),
     "parts/pruning/test_quality_head_routes.py": ("moving", "rounds", "shaping"),
     "parts/rounds/test_learning_runs.py": ("pruning", "shaping"),
-    "parts/rounds/test_owners.py": ("pruning",),
+    "parts/rounds/test_owners.py": ("feeds", "pruning", "sessions"),
     "parts/rounds/test_parallelism.py": ("moving", "shaping"),
     "parts/rounds/test_run_damage.py": ("pruning",),
     "parts/rounds/test_run_state.py": ("pruning",),

@@ -68,12 +68,13 @@ async def everything(http: httpx.AsyncClient) -> dict[str, str]:
     """Names of all that a client may have, by the parameter of a path. One group of a rollout still runs."""
     await posted(http, "/v1/runs", RUN, 201)
     await posted(http, "/v1/runs/a/rounds", {"prompts": prompts(0, 3), "idempotency_key": "k"})
+    await posted(http, "/v1/feeds", {"id": "f", "group_size": 2, "batch": 2, "max_staleness": 0}, 201)
     group = await posted(http, "/v1/groups", {"id": "g", "group_size": 2}, 201)
     rollout = await posted(
         http, "/v1/rollouts",
         {"prompts": prompts(0, 1), "group_size": 2, "pruning": PRUNING, "sampling_params": {"min_tokens": 12}},
     )  # fmt: skip
-    return {"run_id": "a", "number": "0", "group_id": group["id"], "session_id": group["to_begin"][0],
+    return {"run_id": "a", "number": "0", "feed_id": "f", "group_id": group["id"], "session_id": group["to_begin"][0],
             "rollout_id": rollout["id"], "position": "0"}  # fmt: skip
 
 
@@ -91,6 +92,8 @@ BODIES = {
     "rewards": {"rewards": [{"prompt_id": "q0", "index": 0, "reward": 1.0}]},
     "rounds": {"prompts": prompts(3, 3), "idempotency_key": "k"},
     "finish": {"reward": 1.0},
+    "prompts": {"prompts": prompts(0, 1)},
+    "batches": {},
 }
 """By the last word of a path."""
 
