@@ -9,6 +9,7 @@ import httpx
 from tests.kernel.http.conftest import events_of, http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.kernel.http.test_rollouts import PROMPTS, body, post
+from vllm_rollout.kernel import parts
 
 PRUNING = {"detection_length": 2, "keep_ratio": 0.5, "min_labels": 1}
 
@@ -65,6 +66,7 @@ async def test_only_what_learns_is_audited_unless_a_request_says_so():
     async with http_of(make_app(FakeEngine(), audit_ratio=1.0)) as http:
         assert not (await post(http)).groups[0].audit
         assert (await post(http, pruning=PRUNING)).groups[0].audit
-        assert (await post(http, redundancy="auto")).groups[0].audit
+        if parts.has("shaping"):
+            assert (await post(http, redundancy="auto")).groups[0].audit
         assert not (await post(http, pruning=PRUNING, audit_ratio=0.0)).groups[0].audit
         assert (await post(http, audit_ratio=1.0)).groups[0].audit

@@ -341,23 +341,6 @@ async def test_a_group_is_told_before_it_is_filtered_also_where_its_rewards_came
     assert all(told.index(("group", id)) < told.index(("filtered", id)) for id in filtered)
 
 
-async def test_groups_without_variance_are_replaced_from_the_reserve(http: httpx.AsyncClient) -> None:
-    await make(http, filter="zero_variance")
-    flat = {"q0", "q2", "q4"}
-    done, told = await rewarded(http, flat, prompts=prompts(0, 6), reserve=prompts(6, 5))
-    assert set(done["filtered"]) == set(told) <= flat
-    assert told
-    for name in ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens"):
-        assert done["receipt"][name] == done["usage"][name], "a filtered group is wasted"
-    run = await look(http)
-    assert run["history"][0]["num_returned"] == 4
-    assert not set(run["queue"]) & set(done["filtered"])
-    assert set(done["deferred"]) == set(run["queue"])
-    assert run["totals"]["num_filtered"] == len(told)
-    seen = [*done["filtered"], *done["deferred"], *done["unstarted"]]
-    assert len(seen) == len(set(seen)) == 11 - 4
-
-
 async def test_rewards_by_the_names_of_groups_filter_too(http: httpx.AsyncClient) -> None:
     await make(http, filter="zero_variance")
     app = http._transport.app  # type: ignore[attr-defined]
