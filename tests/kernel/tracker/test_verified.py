@@ -17,7 +17,7 @@ IDS = "abcd"
 SAME: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6, "equal_nan": True}
 
 Steps = list[dict[str, tuple[int, int]]]
-"""Of each request in a step, how many tokens were drafted and how many sampled."""
+"""Steps with their requests: numbers of drafted and of sampled tokens."""
 Moments = dict[tuple[str, int], list[float]]
 """Moments of each request, by its number of tokens."""
 
