@@ -168,7 +168,7 @@ def assert_nothing_left(run: TracedRun) -> None:
     if not isinstance(scheduler, (RolloutScheduler, AsyncRolloutScheduler)):
         return
     assert scheduler._candidates == {}
-    assert scheduler._by_id == {}
+    assert scheduler.launched == {}
     assert scheduler._ended == []
     assert scheduler._num_with_stop_strings == 0
     assert_nothing_open(scheduler.group_steps)

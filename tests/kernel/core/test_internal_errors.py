@@ -34,7 +34,7 @@ def only_for(wanted: Callable[..., bool], method: Callable[..., Any]) -> Callabl
 def of_group_g(run: TracedRun, place: str) -> tuple[Any, Callable[..., bool]]:
     """The object of a method, and a test of which calls of it are about group g."""
     steps = run.scheduler.group_steps
-    group = run.scheduler._by_id[("g", 0)].group
+    group = run.scheduler.launched[("g", 0)].group
     return {
         "settle": (Group, lambda self, *_: self is group),
         "end": (Group, lambda self, *_: self is group),
@@ -57,7 +57,7 @@ def assert_others_go_on(run: TracedRun) -> None:
     assert run.tokens("h-1")[:39] == run.own_tokens("h-1", 39)
     assert len(run.tokens("o")) == 70
     assert_nothing_left(run)
-    assert run.scheduler.load.num_internal_errors > 0
+    assert run.scheduler.num_internal_errors > 0
 
 
 @pytest.mark.parametrize("place", ["settle", "end", "_release"])
@@ -86,7 +86,7 @@ CANDIDATES: dict[str, tuple[str, str]] = {
 def test_a_candidate_whose_outputs_cannot_be_made_fails_alone(run, place):
     of, name = place
     run.step()
-    candidate = run.scheduler._by_id[("g", 0)]
+    candidate = run.scheduler.launched[("g", 0)]
     methods = {method: getattr(getattr(candidate, of), method) for method in ("add", "finish") if of == "held"}
     setattr(candidate, of, SimpleNamespace(**{**methods, name: fail}))
     run.run()
@@ -154,7 +154,7 @@ def test_candidates_that_the_worker_could_not_observe_fail(run):
     run.run()
     assert run.note("g-1").error == PLANTED
     assert run.ends(["g-0", "g-2"]) == [WON, WON]
-    assert run.scheduler.load.num_internal_errors == 2
+    assert run.scheduler.num_internal_errors == 2
     assert_others_go_on(run)
 
 

@@ -12,14 +12,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
+from tests.support.part_modules import modules
 from tests.support.steps import group_steps
-from vllm_rollout.kernel.call_table import Argument, Operation, Result
+from vllm_rollout.kernel.call_table import RECOMPUTE, Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -34,25 +33,19 @@ from vllm_rollout.kernel.http.engine import (
 )
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.ports import ApiPart
-from vllm_rollout.kernel.parts import parts
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import (
     BASE_MODEL,
-    WHOLE,
     CandidateId,
     CandidateState,
     Ending,
     EndReason,
     HeldGroups,
     RankCounts,
-    is_too_late,
-    scores_of,
 )
 
 MODEL = "fake-model"
-PARTS = Path(__file__).parents[2] / "parts"
 VOCAB_SIZE = 1000
 
 
@@ -119,11 +112,9 @@ class FakePart(ApiPart):
         """Observation of a candidate that has reached a length at which the part's terms want one."""
         raise NotImplementedError
 
-
-def fakes() -> dict[str, type[FakePart]]:
-    """Fakes of the parts that are there, by part."""
-    names = [part.name for part in parts() if (PARTS / part.name / "fakes.py").exists()]
-    return {name: import_module(f"tests.parts.{name}.fakes").FAKE for name in names}
+    def observe_last(self, terms: Any, token_ids: Sequence[int], adapter: str) -> Any | None:
+        """Observation of a candidate's last token. None: these terms want none."""
+        return None
 
 
 @dataclass
@@ -180,16 +171,15 @@ class FakeEngine:
     """Time of the last step of any group."""
 
     def __post_init__(self) -> None:
-        self.parts = {name: fake(self) for name, fake in fakes().items()}
+        self.parts = {name: module.FAKE(self) for name, module in modules("fakes").items()}
 
     @property
     def calls(self) -> FakeEngine:
         return self
 
     @property
-    def memories(self) -> Memories:
+    def memories(self) -> Any:
         """All that parts have learned."""
-        assert self.steps.memories is not None
         return self.steps.memories
 
     def part(self, kind: type[Kind]) -> Kind:
@@ -203,7 +193,9 @@ class FakeEngine:
     async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
         """Results of an operation, as of one rank."""
         self.check_alive()
-        answers = {each: answer for part in self.parts.values() for each, answer in part.answers().items()}
+        answers: dict[Any, Callable[[Any], Any]] = {RECOMPUTE: self._recompute}
+        for part in self.parts.values():
+            answers |= part.answers()
         return [answers[operation](argument)]
 
     tell_groups = call_all
@@ -332,9 +324,8 @@ class FakeEngine:
         self.check_alive()
         return self.weight_version
 
-    async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        self.check_alive()
-        self.recomputed.append(request_ids)
+    def _recompute(self, names: Sequence[str] | None) -> int:
+        self.recomputed.append(names)
         return 3
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
@@ -389,8 +380,8 @@ class FakeEngine:
             candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
             terms = group.terms.parts.items()
             if candidate.num_tokens == len(candidate.token_ids):
-                last = [name for name, its in terms if its.observes_last]
-                seen = {name: self.parts[name].observe(candidate.token_ids, WHOLE, adapter) for name in last}
+                last = {name: self.parts[name].observe_last(its, candidate.token_ids, adapter) for name, its in terms}
+                seen = {name: observation for name, observation in last.items() if observation is not None}
                 steps.ended(id, group, candidate.end_reason, candidate.num_tokens, seen)
                 ended.append(id)
                 continue
@@ -418,8 +409,6 @@ class FakeEngine:
         ]
 
     def _end(self, candidate: Candidate, group_id: str, group: Group, handle: Handle) -> CandidateEnd:
-        notes = self.steps.notes(CandidateId(group_id, candidate.index), group)
-        scores = scores_of(notes)
         state: CandidateState = group.state(candidate.index)
         num_tokens = candidate.num_tokens
         by_itself = state == "finished"
@@ -443,10 +432,8 @@ class FakeEngine:
             stop_reason=state if state in ("surplus", "pruned") else None,
             confidence=None,
             weight_versions=self._spans(num_tokens),
-            assessment=scores.assessment,
-            final=scores.final,
+            parts=self.steps.notes(CandidateId(group_id, candidate.index), group),
             is_replaced=group.is_replaced(candidate.index),
-            group_lost=is_too_late(notes),
             error=self.error if state == "failed" else None,
         )
 

@@ -12,7 +12,7 @@ from tests.kernel.http.conftest import make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout.kernel.client.body import rollout_body
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.kernel.http.renamed import REMOVED, RENAMED, with_new_names
+from vllm_rollout.kernel.http.renamed import REMOVED, RENAMED
 
 APP = make_app(FakeEngine())
 OLD_NAMES = pytest.mark.parametrize("old", RENAMED)
@@ -77,9 +77,3 @@ def test_the_client_refuses_a_removed_option_with_what_to_do_instead(removed: st
     option: dict[str, Any] = {removed: "variance"}
     with pytest.raises(TypeError, match=f"^{removed}: removed, leave it out: let rounds filter"):
         rollout_body(["p"], 2, **option)
-
-
-@pytest.mark.parametrize("kept", [[], None, "text", {"return": 3}, {"return": ["text"]}, {"sessions": 3}])
-def test_what_nobody_kept_is_a_type_error(kept: Any) -> None:
-    with pytest.raises(TypeError):
-        with_new_names(kept)

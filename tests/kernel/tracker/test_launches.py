@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_rollout.kernel.tracker import arguments, dispatch, ops
+from vllm_rollout.kernel.tracker import arguments, dispatch
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 
 HIDDEN_SIZE, VOCAB_SIZE, PROMPT = 8, 32, 5
@@ -78,8 +78,7 @@ class Engine:
         return watch.launched
 
 
-def test_no_step_makes_the_host_wait(monkeypatch):
-    monkeypatch.setattr(ops, "active_implementation", dispatch.active_implementation)
+def test_no_step_makes_the_host_wait():
     engine = Engine(META)
     engine.add(7)
     for number in range(8):

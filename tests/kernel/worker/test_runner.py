@@ -12,7 +12,6 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.terms_port import PartTerms
-from vllm_rollout.kernel.tracker import ops
 from vllm_rollout.kernel.tracker import warm_up as warm_up_module
 from vllm_rollout.kernel.tracker.ops import token_confidence
 from vllm_rollout.kernel.tracker.step_values import StepValues
@@ -201,7 +200,7 @@ def test_without_a_candidate_nothing_rides_on_the_output(new_runner):
     assert report is None
     _, report = step(runner, [Row("plain", 4, 4), Row("a", 3, 3)], (new_request("a", 3),))
     assert report is not None
-    assert report.due_values is None
+    assert report.parts == {}
     _, report = step(runner, [Row("plain", 5, 5)], finished=("a",))
     assert report is None
     assert len(runner.candidate_tracker) == 0
@@ -322,7 +321,7 @@ def test_warming_up_calls_the_operators_of_the_tracker_for_whatever_the_model_ma
     calls = []
     operators = {"token_confidence", "update_confidence"}
     for name in operators:
-        monkeypatch.setattr(warm_up_module, name, called(name, getattr(ops, name), calls))
+        monkeypatch.setattr(warm_up_module, name, called(name, getattr(warm_up_module, name), calls))
     warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype))
     assert {name for name, _ in calls} == operators
     assert {tensors[0].dtype for name, tensors in calls if name == "token_confidence"} == {dtype}

@@ -7,9 +7,8 @@ from http import HTTPStatus
 
 from tests.kernel.http.fake_engine import FakeEngine, FakePart
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.rules.types import EngineLoad
 from vllm_rollout.parts.moving.http.engine import Drained, MovesPart
-from vllm_rollout.parts.moving.rules.load import ArrivedKV, GroupLoad, RankLoad, RankState
+from vllm_rollout.parts.moving.rules.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad, RankState
 from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER, Holders
 from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown, plan_scale_down
 

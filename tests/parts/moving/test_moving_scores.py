@@ -5,8 +5,7 @@ from vllm.lora.request import LoRARequest
 from tests.parts.pruning.scored_runs import add_group, prune_by_sign
 from tests.parts.pruning.steps import judge_of, scores
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, PruningPlan
 
 
 def test_scores_and_verdicts_continue(new_ranks):

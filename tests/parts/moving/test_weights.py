@@ -21,9 +21,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
 from tests.parts.moving.moving_runs import Ranks
 from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
-from vllm_rollout.kernel.api import lost_weights
-from vllm_rollout.kernel.core.weights import salt_to_move
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
+from vllm_rollout.parts.moving.core.moving import salt_to_move
 
 BLOCK_SIZE = 16
 NUM_SCHEDULES = int(os.environ.get("NUM_SCHEDULES", 100))
@@ -113,7 +112,7 @@ class KnownKV:
     def recompute(self) -> None:
         """All groups: from now on none of their candidates may read KV of older weights."""
         running = {request.request_id for request in self.run.scheduler.running}
-        of_groups = {candidate.request.request_id for candidate in self.run.scheduler._by_id.values()}
+        of_groups = {candidate.request.request_id for candidate in self.run.scheduler.launched.values()}
         self.run.scheduler.recompute(None)
         self.born |= dict.fromkeys(running & of_groups, Changes.num)
 
@@ -430,26 +429,3 @@ def test_a_name_is_that_of_the_weights_that_came_last_or_tells_of_some_that_came
     assert (Changes.num, weights.version(2)) == (2, "two")
     core.collective_rpc("reload_weights")
     assert weights.version(3) == "3"
-
-
-async def test_a_group_that_waits_for_the_next_engine_waits_for_its_weights_too(new_cluster, monkeypatch):
-    monkeypatch.setattr(lost_weights, "LOOK_S", 0.0)
-    cluster = new_cluster()
-    llm, said = cluster.llm, ["default"]
-
-    async def get_weight_version() -> str:
-        return said[0]
-
-    llm.get_weight_version = get_weight_version
-    llm.door.shut()
-    cluster.start("g", [5, 5], 2)
-    await cluster.turn()
-    llm.lost_weights.version = "step-7"  # the engine behind the door is another one
-    llm.door.open()
-    for _ in range(3):
-        await cluster.turn()
-    assert not cluster.cores_of("g")
-    assert llm.door.num_inside == 2  # so that no other engine comes in between
-    said[0] = "step-8"
-    await cluster.done(*cluster.readers.values())
-    assert cluster.ends == {("g", 0): ["finished"], ("g", 1): ["finished"]}

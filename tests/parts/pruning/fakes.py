@@ -21,9 +21,9 @@ from safetensors.numpy import save
 from tests.kernel.http.fake_engine import MODEL, FakeEngine, FakePart
 from tests.parts.pruning.reports import report_of
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.rules.memories import Memory
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Confidence
+from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.judge import Judge
@@ -31,8 +31,10 @@ from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_pr
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import PruningMemory
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, Observation
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.rules.step import PruningStep
+from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
 
 HIDDEN_SIZE = 16
@@ -74,6 +76,9 @@ class FakeLearning(FakePart, LearningPart):
             0 if head is None else head.version,
             length,
         )
+
+    def observe_last(self, terms: PruningTerms, token_ids: Sequence[int], adapter: str) -> Observation | None:
+        return self.observe(token_ids, WHOLE, adapter) if terms.plan.final_score else None
 
     async def post_named_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
         statuses, num_training, versions = [], 0, {}

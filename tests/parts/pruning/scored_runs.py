@@ -8,10 +8,10 @@ from vllm.v1.engine import FinishReason
 from tests.kernel.core import scheduler_runs
 from tests.kernel.core.scheduler_runs import End, TracedRun
 from tests.parts.pruning.steps import judge_of, pruned_by, said
-from vllm_rollout.kernel.rules.types import Assessment, Observation
+from vllm_rollout.kernel.rules.types import Assessment
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.step import PruningStep
 
 PRUNED: End = ("pruned", FinishReason.ABORT, "pruned")

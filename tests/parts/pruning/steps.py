@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.steps import group_steps, new_memories
+from tests.support.steps import group_steps
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import Scores
-from vllm_rollout.kernel.wire import EndingNote
+from vllm_rollout.kernel.wire import EndingNote, RunnerReport
+from vllm_rollout.parts.memories.rules import Memories
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import JUDGED, SCORES, SCORING, TERMS, PruningStep
+from vllm_rollout.parts.pruning.rules.step import JUDGED, PRUNING, SCORES, SCORING, TERMS, PruningStep
 from vllm_rollout.parts.pruning.rules.terms import PruningTerms
+from vllm_rollout.parts.pruning.wire import ScoreReport
 
 
 def pruned_by(plan: PruningPlan | None, audit_ratio: float = 0.0) -> dict[str, PruningTerms]:
@@ -38,6 +41,11 @@ def group_terms(
 
 def said(scoring: Scoring | None) -> dict[str, Any]:
     return {} if scoring is None else SCORING.value(scoring)
+
+
+def new_memories() -> Memories:
+    """Memories with a section of each part that learns."""
+    return Memories(dict(faces("memory")))
 
 
 def new_judge() -> Judge:
@@ -69,3 +77,8 @@ def assessments(group: Group) -> dict[int, Any]:
 def scores(note: EndingNote) -> Scores:
     """Scores of a candidate that has ended. Both are None if it was not scored."""
     return SCORES.of(note.parts) or Scores(None, None)
+
+
+def scores_in(report: RunnerReport) -> ScoreReport:
+    """Scores in a worker's report of a step."""
+    return report.parts.get(PRUNING, ScoreReport())

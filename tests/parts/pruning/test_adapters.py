@@ -14,8 +14,8 @@ from tests.parts.pruning.learning_steps import DETECTION_LENGTH, PRUNING, post, 
 from tests.parts.shaping.fakes import FakeShaping
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.http.body import HEAD_HEADER
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 
 HEAD = "/v1/quality_head"
 REPORT = "/v1/quality_head/report"

@@ -14,8 +14,9 @@ from tests.parts.pruning.steps import group_terms, judged, said, steps_of
 from tests.parts.pruning.test_step import PLAN, SCORING, seen, warm_judge
 from vllm_rollout.kernel.rules.lifecycle import Group, Settlement
 from vllm_rollout.kernel.rules.step import LaunchRefused
-from vllm_rollout.kernel.rules.types import CandidateId, HeadKey
+from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
 
 F, S, X, R = "finished", "surplus", "failed", "running"

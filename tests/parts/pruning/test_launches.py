@@ -6,8 +6,7 @@ import torch
 from tests.kernel.tracker.test_launches import CPU, HIDDEN_SIZE, META, PROMPT, STEADY, Engine, count_copies
 from tests.kernel.tracker.test_launches import as_on_a_gpu as as_on_a_gpu
 from tests.parts.pruning.scoring import ScoringTracker
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.kernel.tracker import dispatch, ops
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
@@ -36,8 +35,7 @@ def engine(as_on_a_gpu) -> ScoredEngine:
     return engine
 
 
-def test_no_step_makes_the_host_wait_for_scores(monkeypatch):
-    monkeypatch.setattr(ops, "active_implementation", dispatch.active_implementation)
+def test_no_step_makes_the_host_wait_for_scores():
     engine = ScoredEngine(META)
     for number, length in ((3, 6), (2, 2), (2, None)):
         engine.detection_length = length

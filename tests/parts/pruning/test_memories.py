@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from tests.parts.pruning.steps import new_judge
+from tests.parts.pruning.steps import new_judge, new_memories
 from tests.parts.shaping.steps import lengths_of
-from tests.support.steps import new_memories
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.kernel.rules.memories import Memories, Memory
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.memories.rules import Memories, Memory
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.memory import MEMORY, PruningMemory
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 NAMES = [f"adapter {number}" for number in range(MAX_ADAPTERS)]

@@ -8,10 +8,10 @@ from tests.kernel.rules.group_steps import Run
 from tests.kernel.rules.test_step import assert_each_ends_once, cancels, races
 from tests.parts.pruning.steps import group_terms, said, steps_of
 from tests.support.steps import group_steps
-from vllm_rollout.kernel.rules.types import CandidateId, Confidence, HeadKey, Observation
+from vllm_rollout.kernel.rules.types import CandidateId, Confidence
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
 
 PLAN = PruningPlan(4, keep_ratio=0.5, min_labels=8)

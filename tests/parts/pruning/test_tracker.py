@@ -11,8 +11,8 @@ import torch
 from tests.kernel.tracker.test_tracker import CPU, HIDDEN_SIZE, VOCAB_SIZE, Steps, decode, play_batches, play_dropped
 from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.kernel.tracker.ops import windowed_confidence
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
+from vllm_rollout.parts.pruning.worker.operators import windowed_confidence
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.scored_rows import DUE_COLUMNS
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from tests.kernel.http.test_renamed import OLD_NAMES, REMOVED_NAMES, bodies
-from vllm_rollout.kernel.http.renamed import RENAMED, with_new_names
+from vllm_rollout.kernel.http.renamed import RENAMED
 from vllm_rollout.parts.rounds.client.run_calls import create_run, round
-from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
 
 
 @OLD_NAMES
@@ -32,19 +30,3 @@ def test_the_client_of_runs_refuses_an_old_name_with_the_new_one(old: str) -> No
 def test_the_client_of_runs_refuses_a_removed_option_with_what_to_do_instead(removed: str) -> None:
     with pytest.raises(TypeError, match=f"^{removed}: removed, leave it out: let rounds filter"):
         create_run(2, 2, **{removed: "variance"})
-
-
-@pytest.mark.parametrize(
-    ("old", "words"),
-    [
-        (None, None), ({}, ["logprobs"]), ({"logprobs": False}, []), ({"text": True}, ["text", "logprobs"]),
-        ({"text": True, "logprobs": False, "unselected": True}, ["text", "stopped"]),
-    ],
-)  # fmt: skip
-def test_what_an_earlier_version_kept_is_read_under_its_new_names(old: Any, words: list[str] | None) -> None:
-    kept = {"group_size": 2, "prompts_per_round": 2, "sampling": {"seed": 3}, "return": old}
-    run = RunRequest.model_validate(with_new_names(kept))
-    assert (run.sampling_params, run.include) == ({"seed": 3}, words)
-    memo = json.dumps({"digest": "d", "sampling": {"seed": 4}, "return": old})
-    again = RoundRequest.from_memo(memo)
-    assert (again.sampling_params, again.include) == ({"seed": 4}, words)

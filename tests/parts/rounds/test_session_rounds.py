@@ -23,7 +23,6 @@ from tests.kernel.http.test_renamed import REMOVED_NAMES
 from tests.parts.sessions.test_sessions import begin, play
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.http.renamed import with_new_names
 from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
 from vllm_rollout.parts.rounds.http.live import Begun
@@ -557,18 +556,3 @@ async def test_a_run_refuses_a_removed_field_of_its_sessions(http: httpx.AsyncCl
     body = {"group_size": 2, "prompts_per_round": 2, "sessions": {removed: "variance"}}
     response = await http.post("/v1/runs", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, f"sessions.{removed}")
-
-
-@pytest.mark.parametrize("until", [None, "complete"])
-def test_a_run_that_was_kept_without_until_goes_on(until: str | None) -> None:
-    sessions = {"max_turns": 3, "until": "complete"}
-    kept = {"group_size": 2, "prompts_per_round": 2, "until": until, "sessions": sessions}
-    run = RunRequest.model_validate(with_new_names(kept))
-    assert run.sessions is not None
-    assert run.sessions.max_turns == 3
-
-
-@pytest.mark.parametrize("kept", [{"until": "variance"}, {"sessions": {"until": "variance"}}])
-def test_a_run_that_was_kept_with_until_is_refused(kept: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="removed, leave it out"):
-        RunRequest.model_validate(with_new_names({"group_size": 2, "prompts_per_round": 2, **kept}))
