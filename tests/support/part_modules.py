@@ -1,4 +1,4 @@
-"""Modules of parts' tests, which add to helpers of the kernel's tests."""
+"""Modules by which tests of parts add to helpers of the kernel's tests."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         await part.stop()
 
 
-def make_app(engine: FakeEngine, audit_ratio: float = 0.0, **settings: Any) -> FastAPI:
+def make_app(engine: FakeEngine, *, audit_ratio: float = 0.0, **settings: Any) -> FastAPI:
     """The app with the services of the kernel and of the parts that are there. `settings`: for the fakes of parts."""
     app = FastAPI()
     app.state.engine = engine

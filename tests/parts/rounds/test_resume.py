@@ -231,7 +231,7 @@ async def test_lost_candidates_are_made_up_for_by_new_ones(http: httpx.AsyncClie
 
 async def test_a_trace_has_whole_lengths(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    async with http_of(make_app(FakeEngine(), TraceRecorder(path))) as http:
+    async with http_of(make_app(FakeEngine(), recorder=TraceRecorder(path))) as http:
         short, answer = await short_round(http), await long_round(http)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["rollout_id"] for row in rows] == [short["id"], answer["id"]]
