@@ -1,0 +1,261 @@
+"""Tokens of a small Llama for many answers at once. Its weights can change between any two tokens.
+
+Answers that start together are a wave: they have the same number of tokens, and prompts are padded on the left. So a
+wave writes one column of its KV in each step, and attention reads no further than that column.
+
+Invariant: a sampled token and its log probability come from the current weights and the KV that is there, whichever
+weights computed it. An answer that ends leaves at once. Its row is removed when many rows of its wave are empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.asynchronous.clock import MAX_TOKENS
+from examples.grpo.model import EOS, PAD
+
+FILLED = 0.8
+"""Share of a wave's rows that run, below which the empty rows are removed."""
+BLOCK = 64
+"""Columns by which KV grows."""
+
+
+class Name(NamedTuple):
+    group: int
+    index: int
+
+
+class Answer(NamedTuple):
+    name: Name
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    """Number of weights updates before each token."""
+    truncated: bool = False
+    """True if it was cut at MAX_TOKENS."""
+
+
+class Asked(NamedTuple):
+    group: int
+    prompt_ids: list[int]
+    num_candidates: int
+
+
+class Layer(NamedTuple):
+    norm_in: Tensor
+    qkv: Tensor
+    out: Tensor
+    norm_mlp: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Weights:
+    """A copy of a Llama's weights, and its computations for one token per row or for whole rows."""
+
+    @torch.no_grad()
+    def __init__(self, model: Any) -> None:
+        config, weights = model.config, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.num_heads, self.head_size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        self.epsilon = config.rms_norm_eps
+        self.embedding, self.norm, self.head = (
+            weights[f"{name}.weight"] for name in ("model.embed_tokens", "model.norm", "lm_head")
+        )
+        self.layers = []
+        for place in range(config.num_hidden_layers):
+            its = {name: weights[f"model.layers.{place}.{name}.weight"] for name in LINEARS}
+            qkv, gate_up = (torch.cat([its[name] for name in names]) for names in (LINEARS[1:4], LINEARS[6:8]))
+            self.layers.append(Layer(its[LINEARS[0]], qkv, its[LINEARS[4]], its[LINEARS[5]], gate_up, its[LINEARS[8]]))
+        base = config.rope_parameters["rope_theta"]
+        turns = 1 / base ** (torch.arange(0, self.head_size, 2).float() / self.head_size)
+        angles = torch.outer(torch.arange(config.max_position_embeddings).float(), turns).repeat(1, 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def projected(self, layer: Layer, hidden: Tensor, columns: Tensor) -> Tensor:
+        """Queries, keys and values, [3, rows, heads, head_size], of hidden rows at these columns."""
+        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.norm_in, self.epsilon)
+        qkv = F.linear(normed, layer.qkv).view(-1, 3, self.num_heads, self.head_size)
+        first, second = qkv[:, :2].chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+        qkv[:, :2] = qkv[:, :2] * self.cos[columns][:, None, None] + turned * self.sin[columns][:, None, None]
+        return qkv.transpose(0, 1)
+
+    def after_attention(self, layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + F.linear(attended, layer.out)
+        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.norm_mlp, self.epsilon)
+        gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
+        return hidden + F.linear(F.silu(gate) * up, layer.down)
+
+    def logprobs(self, hidden: Tensor) -> Tensor:
+        return F.linear(F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.epsilon), self.head).log_softmax(-1)
+
+    def kv(self, ids: Tensor, pads: Tensor) -> Tensor:
+        """Keys and values, [2, layers, rows, heads, columns, head_size], of whole rows. `pads`: padding of each row."""
+        rows, width = ids.shape
+        columns = torch.arange(width)
+        visible = (columns[:, None] >= columns) & (columns >= pads[:, None, None])
+        visible |= torch.eye(width, dtype=torch.bool)  # padding attends to itself, or its values are nan
+        hidden, found = self.embedding[ids].flatten(0, 1), []
+        for layer in self.layers:
+            qkv = self.projected(layer, hidden, columns.repeat(rows))
+            q, k, v = qkv.unflatten(1, (rows, width)).transpose(2, 3)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
+            hidden = self.after_attention(layer, hidden, attended.transpose(1, 2).reshape(rows * width, -1))
+            found.append(torch.stack([k, v]))
+        return torch.stack(found, 1)
+
+
+LINEARS = (
+    "input_layernorm",
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    "post_attention_layernorm",
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+
+
+class Wave:
+    """Answers that started together."""
+
+    def __init__(self, weights: Weights, asked: Sequence[Asked]) -> None:
+        width = max(len(each.prompt_ids) for each in asked)
+        ids = torch.tensor([[PAD] * (width - len(each.prompt_ids)) + each.prompt_ids for each in asked])
+        pads = torch.tensor([width - len(each.prompt_ids) for each in asked])
+        counts = torch.tensor([each.num_candidates for each in asked])
+        self.names: list[Name | None] = [Name(each.group, i) for each in asked for i in range(each.num_candidates)]
+        """Of each row. None if its answer has ended."""
+        self.num_running, self.versions = len(self.names), list[int]()
+        self.prompts, self.pads = ids.repeat_interleave(counts, 0), pads.repeat_interleave(counts)
+        self.tokens = torch.zeros(len(self.names), MAX_TOKENS, dtype=torch.long)
+        self.logprobs = torch.zeros(len(self.names), MAX_TOKENS)
+        self.last = self.prompts[:, -1]
+        self._set_kv(weights.kv(ids[:, :-1], pads).repeat_interleave(counts, 2))
+
+    @property
+    def column(self) -> int:
+        """Column of the last token, whose KV is not there yet."""
+        return self.prompts.shape[1] - 1 + len(self.versions)
+
+    def recompute(self, weights: Weights) -> None:
+        """Compute the KV of all tokens again by these weights."""
+        self._shrink()
+        ids = torch.cat([self.prompts, self.tokens[:, : len(self.versions)]], 1)
+        self._set_kv(weights.kv(ids[:, :-1], self.pads))
+
+    def grow(self) -> None:
+        """Make place for the next column."""
+        if self.column == self.kv.shape[4]:
+            self.kv = F.pad(self.kv, (0, 0, 0, BLOCK))
+
+    def add(self, tokens: Tensor, logprobs: Tensor, version: int) -> None:
+        place = len(self.versions)
+        self.tokens[:, place], self.logprobs[:, place], self.last = tokens, logprobs, tokens
+        self.versions.append(version)
+
+    def leave(self, row: int, truncated: bool = False) -> Answer:
+        name, num = self.names[row], len(self.versions)
+        assert name is not None
+        self.names[row] = None
+        self.num_running -= 1
+        tokens, logprobs = self.tokens[row, :num].tolist(), self.logprobs[row, :num].tolist()
+        return Answer(name, tokens, logprobs, self.versions[:num], truncated)
+
+    def shrink(self) -> None:
+        """Remove the empty rows if there are many."""
+        if self.num_running < FILLED * len(self.names):
+            self._shrink()
+
+    def _shrink(self) -> None:
+        rows = [row for row, name in enumerate(self.names) if name is not None]
+        self.names, kept = [self.names[row] for row in rows], torch.tensor(rows, dtype=torch.long)
+        self.prompts, self.pads, self.tokens, self.logprobs, self.last, self.visible = (
+            each[kept] for each in (self.prompts, self.pads, self.tokens, self.logprobs, self.last, self.visible)
+        )
+        self.kv = self.kv[:, :, kept]
+
+    def _set_kv(self, kv: Tensor) -> None:
+        self.kv = F.pad(kv, (0, 0, 0, BLOCK))
+        columns = torch.arange(self.prompts.shape[1] + MAX_TOKENS)
+        self.visible = torch.zeros(len(self.names), len(columns)).masked_fill(columns < self.pads[:, None], -torch.inf)
+
+
+class Sampler:
+    def __init__(self, weights: Weights, seed: int) -> None:
+        self.weights, self.waves, self.version = weights, list[Wave](), 0
+        self.chance = torch.Generator().manual_seed(seed)
+
+    @property
+    def num_running(self) -> int:
+        return sum(wave.num_running for wave in self.waves)
+
+    @property
+    def num_context(self) -> int:
+        """Tokens of prompts and answers that run, with padding."""
+        return sum(wave.num_running * (wave.column + 1) for wave in self.waves)
+
+    @torch.no_grad()
+    def launch(self, asked: Sequence[Asked]) -> None:
+        self.waves.append(Wave(self.weights, asked))
+
+    @torch.no_grad()
+    def load(self, weights: Weights, *, recompute: bool) -> None:
+        """Go on with these weights. `recompute`: compute all KV again, otherwise keep it."""
+        self.weights = weights
+        self.version += 1
+        if recompute:
+            for wave in self.waves:
+                wave.recompute(weights)
+
+    @torch.no_grad()
+    def step(self) -> list[Answer]:
+        """Sample a token for each running answer. Returns those that ended."""
+        hidden = self._hidden()
+        found = self.weights.logprobs(hidden)
+        noise = torch.empty_like(found).exponential_(generator=self.chance).log_()
+        tokens = (found - noise).argmax(-1)  # the Gumbel trick
+        found = found.gather(1, tokens[:, None])[:, 0]
+        sizes = [len(wave.names) for wave in self.waves]
+        ended = list[Answer]()
+        for wave, ids, logprobs in zip(self.waves, tokens.split(sizes), found.split(sizes), strict=True):
+            wave.add(ids, logprobs, self.version)
+            cut = len(wave.versions) == MAX_TOKENS
+            for row in range(len(ids)) if cut else (ids == EOS).nonzero()[:, 0].tolist():
+                if wave.names[row] is not None:
+                    ended.append(wave.leave(row, truncated=cut and int(ids[row]) != EOS))
+        self._tidy()
+        return ended
+
+    def stop(self, names: Collection[Name]) -> list[Answer]:
+        """Stop these answers. Returns them as they are."""
+        places = [(wave, row) for wave in self.waves for row, name in enumerate(wave.names) if name in names]
+        stopped = [wave.leave(row) for wave, row in places]
+        self._tidy()
+        return stopped
+
+    def _tidy(self) -> None:
+        self.waves = [wave for wave in self.waves if wave.num_running]
+        for wave in self.waves:
+            wave.shrink()
+
+    def _hidden(self) -> Tensor:
+        weights, sizes = self.weights, [len(wave.names) for wave in self.waves]
+        for wave in self.waves:
+            wave.grow()
+        columns = torch.tensor([wave.column for wave in self.waves]).repeat_interleave(torch.tensor(sizes))
+        hidden = weights.embedding[torch.cat([wave.last for wave in self.waves])]
+        for place, layer in enumerate(weights.layers):
+            attended = list[Tensor]()
+            for wave, (q, k, v) in zip(
+                self.waves, weights.projected(layer, hidden, columns).split(sizes, 1), strict=True
+            ):
+                column = wave.column
+                wave.kv[0, place, :, :, column], wave.kv[1, place, :, :, column] = k, v
+                keys, values = wave.kv[:, place, :, :, : column + 1]
+                mask = wave.visible[:, None, None, : column + 1]
+                attended.append(F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask))
+            hidden = weights.after_attention(layer, hidden, torch.cat(attended)[:, :, 0].flatten(1))
+        return hidden
