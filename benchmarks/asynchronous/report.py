@@ -1,0 +1,191 @@
+"""Tables, a picture and a JSON file from the records of `benchmarks.asynchronous.run`. Runs that go on are left out.
+
+    python -m benchmarks.asynchronous.report runs/asynchronous
+
+- All runs of a world end after the same seconds, and are evaluated at the same moments.
+- Seconds to a goal are interpolated between evaluations. A run that did not reach it counts as infinitely late.
+- A gain is the median over seeds of the ratio to waiting with the same seed, with a 90 % bootstrap interval.
+- Success at the end is the mean of a run's last END evaluations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import inf, isfinite, nan
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.asynchronous.arms import ARMS
+from benchmarks.asynchronous.clock import WORLDS
+from benchmarks.asynchronous.run import MAIN_ARMS
+from benchmarks.common import ROOT, arguments_of, publish, record_of_run
+from benchmarks.tables import Row, bars, columns, number, picture
+from benchmarks.time_to_reward.report import finite, interval
+from benchmarks.time_to_reward.run import whole_lines
+
+GOALS = (0.6, 0.7)
+END = 3
+OVER_TIME = ("seconds", "step", "generated", "success", "easy", "hard", "length", "p99")
+"""Values of each evaluation: seconds, updates, sampled tokens, success and lengths of held-out problems."""
+OF_STEPS = ("staleness", "token_staleness", "reward", "difference")
+"""Means over all updates: updates between a group's start and its batch, and between a token and its batch."""
+
+
+def run_of(record: Path) -> dict[str, Any] | None:
+    """Values of a run for the record. None if it goes on."""
+    lines = whole_lines(record)
+    if not lines or lines[-1]["kind"] != "end":
+        return None
+    arm, _, seed = record.stem.rpartition("-")
+    steps = [line for line in lines if line["kind"] == "step"]
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    over_time = {name: [round(each.get(name, 0), 4) for each in evaluations] for name in OVER_TIME}
+    taken = [[s["staleness"] for s in steps if a["step"] < s["step"] <= b["step"]] for a, b in pairwise(evaluations)]
+    over_time["staleness"] = [0.0, *(round(fmean(its), 2) if its else None for its in taken)]
+    last = evaluations[-1]
+    return {
+        "arm": arm,
+        "seed": int(seed),
+        "rollout_share": lines[0]["rollout_share"],
+        "limit_s": lines[0]["limit_s"],
+        **{f"to_{goal}": finite(seconds_to(goal, over_time)) for goal in GOALS},
+        "end": fmean(over_time["success"][-END:]),
+        "end_hard": fmean(over_time["hard"][-END:]),
+        "end_p99": median(over_time["p99"][-END:]),
+        "steps": len(steps),
+        **{name: fmean(step[name] for step in steps) if steps else 0.0 for name in OF_STEPS},
+        "max_staleness": max((step["max_staleness"] for step in steps), default=0),
+        **{name: last.get(name, 0) for name in ("generated", "trained", "rollout_s", "training_s", "dropped")},
+        "over_time": over_time,
+    }
+
+
+def seconds_to(goal: float, over_time: Mapping[str, Sequence[float]]) -> float:
+    """Seconds until success first reached the goal. Infinite if it never did."""
+    points = zip(over_time["seconds"], over_time["success"], strict=True)
+    for (before_s, before), (after_s, after) in pairwise(points):
+        if after >= goal:
+            return after_s if before >= goal else before_s + (after_s - before_s) * (goal - before) / (after - before)
+    return inf
+
+
+def row_of(runs: Sequence[dict[str, Any]], waiting: Mapping[int, dict[str, Any]], seed: int) -> dict[str, Any]:
+    """The runs of an arm. `waiting`: runs of waiting by seed."""
+    arm = runs[0]["arm"]
+    row = {"arm": arm, "title": ARMS[arm].title, "seeds": [run["seed"] for run in runs]}
+    for key in ("rollout_share", "end", "end_hard", "end_p99", "steps", "generated", *OF_STEPS[:2], "dropped"):
+        row[key] = median(run[key] for run in runs)
+    row["max_staleness"] = max(run["max_staleness"] for run in runs)
+    row["step_s"] = median(run["limit_s"] / max(1, run["steps"]) for run in runs)
+    row["end_interval"] = interval([run["end"] for run in runs], seed)
+    for key in (f"to_{goal}" for goal in GOALS):
+        seconds = [inf if run[key] is None else run[key] for run in runs]
+        pairs = [(waiting[run["seed"]][key], own) for run, own in zip(runs, seconds, strict=True) if run["seed"] in waiting]
+        gains = [gain for its, own in pairs if not (gain := (its or inf) / own) != gain]
+        row[key] = {
+            "num": sum(map(isfinite, seconds)),
+            "seconds": finite(median(seconds)),
+            "interval": interval(seconds, seed),
+            "gain": finite(median(gains)) if gains else None,
+            "gain_interval": interval(gains, seed),
+            "num_pairs": len(gains),
+        }
+    return {**row, "runs": runs}
+
+
+def rows_of(folder: Path, seed: int) -> list[dict[str, Any]]:
+    """A row per arm, in the order of ARMS."""
+    runs = [run for record in sorted(folder.glob("*.jsonl")) if (run := run_of(record)) is not None]
+    waiting = {run["seed"]: run for run in runs if run["arm"] == "wait"}
+    by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in ARMS}
+    return [row_of(sorted(its, key=lambda run: run["seed"]), waiting, seed) for its in by_arm.values() if its]
+
+
+def tables(record: Mapping[str, Any]) -> str:
+    return "\n\n".join(
+        text for world, rows in record["worlds"].items() for text in (_to_goals(world, rows), _ends(world, rows))
+    )
+
+
+def _ranged(value: float | None, ends: Sequence[float | None] | None, digits: int) -> str:
+    if value is None or ends is None:
+        return number(value, digits)
+    low, high = ("never" if end is None else number(end, digits) for end in ends)
+    return f"{number(value, digits)} ({low} to {high})"
+
+
+def _to_goals(world: str, rows: Sequence[Row]) -> str:
+    cells = {"arm": lambda row: row["title"], "seeds": lambda row: str(len(row["seeds"]))}
+    for goal in GOALS:
+        key = f"to_{goal}"
+        cells |= {
+            f"reached {goal:.2f}": lambda row, key=key: f"{row[key]['num']}",
+            f"seconds to {goal:.2f}": lambda row, key=key: _ranged(row[key]["seconds"], row[key]["interval"], 0),
+            f"gain to {goal:.2f}": lambda row, key=key: _ranged(row[key]["gain"], row[key]["gain_interval"], 2),
+        }
+    return columns(f"{world}: seconds to a success, medians", rows, cells)
+
+
+def _ends(world: str, rows: Sequence[Row]) -> str:
+    return columns(f"{world}: at the end, medians", rows, {
+        "arm": lambda row: row["title"],
+        "success": lambda row: _ranged(row["end"], row["end_interval"], 2),
+        "hard problems": lambda row: number(row["end_hard"], 2),
+        "P99 length": lambda row: number(row["end_p99"], 0),
+        "updates": lambda row: number(float(row["steps"]), 0),
+        "seconds per update": lambda row: number(row["step_s"], 1),
+        "thousand tokens": lambda row: number(row["generated"] / 1000, 0),
+        "staleness of groups, most": lambda row: f"{row['staleness']:.1f}, {row['max_staleness']}",
+        "of tokens": lambda row: number(row["token_staleness"], 1),
+        "dropped": lambda row: number(float(row["dropped"]), 0),
+        "devices that roll out": lambda row: number(row["rollout_share"], 2),
+    })  # fmt: skip
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """The first world: success over seconds of the main arms, and seconds to the first goal of all arms."""
+    (world, rows), key = next(iter(record["worlds"].items())), f"to_{GOALS[0]}"
+    main = [row for row in rows if row["arm"] in MAIN_ARMS]
+    colors = {row["arm"]: f"C{MAIN_ARMS.index(row['arm'])}" if row in main else "C8" for row in rows}
+    with picture(path, figsize=(15, max(5.0, 0.32 * len(rows) + 1.5)), width_ratios=(1.1, 1), w_pad=2) as panels:
+        for row in main:
+            curves = [run["over_time"] for run in row["runs"]]
+            means = [fmean(at) for at in zip(*(curve["success"] for curve in curves), strict=True)]
+            label = f"{row['title']} ({len(curves)} seeds)"
+            panels[0].plot(curves[0]["seconds"], means, "o-", ms=3, color=colors[row["arm"]], label=label)
+        panels[0].set_xlabel("seconds at a GPU's ratios")
+        panels[0].set_ylabel("held-out success, mean of seeds")
+        panels[0].set_title(f"training is {100 * WORLDS[world].training:.0f} % of a step that waits", loc="left", weight="bold")
+        panels[0].legend(frameon=False, fontsize=8)
+        limit = rows[0]["runs"][0]["limit_s"]
+        bars(
+            panels[1],
+            {row["arm"]: row[key]["seconds"] or limit for row in rows},
+            colors=colors,
+            names={row["arm"]: row["title"] for row in rows},
+            texts={row["arm"]: f"{row[key]['seconds'] or nan:.0f} s".replace("nan s", "not reached") for row in rows},
+            runs={row["arm"]: [run[key] or limit for run in row["runs"]] for row in rows},
+            title=f"until a success of {GOALS[0]:.2f}",
+            xlabel="seconds at a GPU's ratios, median (ticks: seeds)",
+        )
+
+
+def main() -> None:
+    arguments = arguments_of(__doc__, "asynchronous.report", plot=True)
+    arguments.add_argument("folder", type=Path, help="a folder of benchmarks.asynchronous.run")
+    arguments.set_defaults(
+        output=ROOT / "benchmarks/results/asynchronous.json", plot=ROOT / "docs/images/asynchronous.png"
+    )
+    arguments = arguments.parse_args()
+    record = record_of_run(seed=arguments.seed, workload={"trainings": __doc__})
+    found = {world: rows_of(arguments.folder / world, arguments.seed) for world in WORLDS}
+    record["worlds"] = {world: rows for world, rows in found.items() if rows}
+    record["about"] = json.loads((arguments.folder / "about.json").read_text())
+    publish(arguments, record, tables, draw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Arms on the virtual clock: tokens are the model's, groups obey the bound, and all arms have the same devices."""
+
+import json
+import random
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.asynchronous import pilot, policy, report
+from benchmarks.asynchronous.arms import ARMS, BATCH, GROUP_SIZE
+from benchmarks.asynchronous.clock import SLOTS, WORLDS, Clock
+from benchmarks.asynchronous.pilot import SHARES, Lengths, NoPolicy, clock_of, plan_of, updates_s
+from benchmarks.asynchronous.run import is_done, train, train_all
+from benchmarks.asynchronous.sampler import Answer, Asked, Name, Sampler, Weights
+from benchmarks.asynchronous.train import NUM_EVALUATIONS, Training, most_different
+from examples.grpo.model import answer_logprobs, new_model, new_tokenizer, save
+
+PROMPTS = [[1, 30, 5, 9], [1, 30, 5, 9, 7, 8, 12], [1, 6]]
+
+
+def pilot_lengths(num_steps=6):
+    """Lengths with a heavy tail, as a pilot's."""
+    chance = random.Random(0)
+    return [
+        [[min(512, int(chance.lognormvariate(3.5, 1)) + 1) for _ in range(16)] for _ in range(BATCH)]
+        for _ in range(num_steps)
+    ]
+
+
+LENGTHS = pilot_lengths()
+PLAN = plan_of(WORLDS["quarter"], LENGTHS)
+
+
+def replayed(name, clock=None, limit_s=PLAN.limit_s / 4):
+    training = Training(ARMS[name], clock or clock_of(ARMS[name], PLAN, LENGTHS), Lengths(sum(LENGTHS, [])), NoPolicy())
+    return training, list(training.go(limit_s))
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Two models without training, whose next tokens are far from uniform."""
+    found = [new_model(seed).eval() for seed in (0, 1)]
+    for model in found:
+        with torch.no_grad():
+            model.lm_head.weight *= 20
+    return found
+
+
+def model_logprobs(model, prompt, answer):
+    logprobs, mask = answer_logprobs(model, [prompt], [answer.token_ids])
+    return logprobs[mask > 0].tolist()
+
+
+def test_sampled_tokens_have_the_models_log_probabilities(models):
+    sampler = Sampler(Weights(models[0]), seed=0)
+    sampler.launch([Asked(group, ids, 5) for group, ids in enumerate(PROMPTS)])
+    answers = [answer for _ in range(20) for answer in sampler.step()]
+    sampler.launch([Asked(7, PROMPTS[0], 2)])  # another wave
+    answers += sampler.stop([Name(1, index) for index in range(5)])
+    answers += [answer for _ in range(90) for answer in sampler.step()]
+    answers += sampler.stop([Name(group, index) for group in range(8) for index in range(5)])
+    assert sampler.num_running == 0
+    assert sorted(answer.name for answer in answers) == [(g, i) for g in range(3) for i in range(5)] + [(7, 0), (7, 1)]
+    assert max(len(answer.token_ids) for answer in answers) > 64  # KV has grown
+    for answer in answers:
+        prompt = PROMPTS[answer.name.group % 7]
+        assert answer.logprobs == pytest.approx(model_logprobs(models[0], prompt, answer), abs=1e-4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_change_between_two_tokens(models, recompute):
+    sampler = Sampler(Weights(models[0]), seed=1)
+    sampler.launch([Asked(group, ids, 4) for group, ids in enumerate(PROMPTS)])
+    for _ in range(8):
+        sampler.step()
+    sampler.load(Weights(models[1]), recompute=recompute)
+    for _ in range(4):
+        sampler.step()
+    answers = sampler.stop([Name(group, index) for group in range(3) for index in range(4)])
+    whole = [answer for answer in answers if len(answer.token_ids) == 12]
+    assert whole
+    for answer in whole:
+        assert answer.versions == [0] * 8 + [1] * 4
+        old, new = (model_logprobs(model, PROMPTS[answer.name.group], answer) for model in models)
+        assert answer.logprobs[:8] == pytest.approx(old[:8], abs=1e-4)
+        assert (answer.logprobs[8:] == pytest.approx(new[8:], abs=1e-4)) is recompute
+
+
+def test_the_pilot_sets_the_share_of_training():
+    for name, world in WORLDS.items():
+        plan = plan_of(world, LENGTHS)
+        training = Training(ARMS["wait"], plan.clock, Lengths(sum(LENGTHS, [])), NoPolicy())
+        steps = [line for line in training.go(plan.limit_s) if line["kind"] == "step"]
+        assert len(steps) == pytest.approx(24, abs=2), name
+        assert steps[-1]["training_s"] / steps[-1]["seconds"] == pytest.approx(world.training, rel=0.12), name
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_an_arm_keeps_the_bound_and_its_devices(name):
+    arm, (training, lines) = ARMS[name], replayed(name)
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert steps
+    assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
+    assert len(lines) - len(steps) == NUM_EVALUATIONS + 1
+    assert max(step["max_staleness"] for step in steps) <= arm.max_staleness
+    assert training.totals["dropped"] == 0 or arm.on_stale == "drop"
+    assert training.rollouts.num_running <= SLOTS
+    clock = training.clock
+    if arm.splits_devices:
+        assert clock.rollout_share + clock.training_share == 1
+        assert steps[-1]["staleness"] > 0
+    else:
+        assert steps[-1]["rollout_s"] + steps[-1]["training_s"] <= steps[-1]["seconds"] + 1e-6
+
+
+def test_what_is_too_old_is_dropped_and_makes_room():
+    training, lines = replayed("stale2-drop")
+    assert training.totals["dropped"] > 0
+    assert lines[-1]["step"] > 10
+    assert len(training.groups) <= training.feed.terms.num_places
+
+
+def test_one_step_off_trains_on_whole_batches_of_the_weights_before():
+    _, lines = replayed("off")
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert {step["staleness"] for step in steps[1:]} == {1.0}
+    assert all(step["token_staleness"] == 1.0 for step in steps[1:])
+
+
+def test_nothing_is_faster_than_the_bound_without_a_race():
+    seconds = {name: replayed(name)[1][-1]["step"] for name in ("bound", "wait", "off", "stale1", "stale8")}
+    assert max(seconds, key=seconds.get) == "bound"
+    assert min(seconds, key=seconds.get) == "wait"
+
+
+def test_a_share_of_devices_is_the_fastest_one():
+    arm = ARMS["stale1"]
+    chosen = clock_of(arm, PLAN, LENGTHS)
+    speeds = [updates_s(arm, PLAN.clock.split(share), PLAN.limit_s, LENGTHS) for share in SHARES]
+    assert updates_s(arm, chosen, PLAN.limit_s, LENGTHS) == max(speeds)
+
+
+def test_kv_that_is_computed_again_costs_seconds():
+    clock = Clock(WORLDS["quarter"], 1e4).split(0.5)
+    assert clock.update_s(0) == 1.0
+    assert clock.update_s(1000) == pytest.approx(1.0 + 1000 * 16 * 5e-6 / 0.5)
+    kept, again = (replayed(name, clock_of(ARMS["stale2"], PLAN, LENGTHS))[1] for name in ("stale2", "stale2-recompute"))
+    assert again[-1]["step"] < kept[-1]["step"]
+    assert again[-1]["recomputed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [([1, 1, 1, 0], [2, 3]), ([0, 0, 0, 1], [3, 2]), ([1, 1, 1, 1], [3, 2]), ([0, 1, 0, 1], [3, 2])],
+)
+def test_the_most_different_answers_are_half_right(rewards, expected):
+    answers = [Answer(Name(0, index), [5] * length, [], []) for index, length in enumerate((9, 8, 7, 6))]
+    assert most_different(answers, [float(reward) for reward in rewards], 2) == expected
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A policy that was not trained: an answer ends with each token by chance."""
+    save(new_model(0), new_tokenizer(), tmp_path / "model")
+    monkeypatch.setattr(policy, "NUM_HELD_OUT", 4)
+    monkeypatch.setattr(policy.Policy, "reward", lambda self, problem, answer: float(len(answer.token_ids) < 40))
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["race-taught", "stale2-recompute", "stale2-truncated"])
+def test_a_run_learns_and_is_reported(small, tmp_path, name):
+    arm, world = ARMS[name], tmp_path / "quarter"
+    world.mkdir()
+    clock = PLAN.clock.split(0.5) if arm.splits_devices else PLAN.clock
+    last = train(arm, clock, 60.0, small, 3, world / f"{name}-3.jsonl")
+    assert is_done(world / f"{name}-3.jsonl")
+    (row,) = report.rows_of(tmp_path / "quarter", 0)
+    assert (row["arm"], row["seeds"], row["steps"]) == (name, [3], last["step"])
+    assert row["runs"][0]["over_time"]["seconds"][-1] == 60.0
+    lines = [json.loads(line) for line in (world / f"{name}-3.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert any(step["gradient_norm"] > 0 for step in steps)
+    assert steps[0]["difference"] < (1e-4 if not arm.splits_devices else 1)
+    text = report.tables({"worlds": {"quarter": [row]}})
+    assert f"| {arm.title} | 1 |" in text
+
+
+def test_a_completed_run_is_not_repeated(small, tmp_path, capsys):
+    arguments = Namespace(folder=tmp_path, model=small, arms=["wait"], seeds=[1])
+    lengths = [[[4] * 16] * BATCH] * 3
+    assert plan_of(WORLDS["quarter"], lengths).limit_s > 0
+    for _ in range(2):
+        train_all(arguments, "quarter", lengths)
+    assert capsys.readouterr().out.count("wait-1") == 1
+
+
+def test_a_pilot_is_run_once(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(pilot, "PILOT_STEPS", 1)
+    monkeypatch.setattr(pilot, "BATCH", 2)
+    lengths = pilot.pilot(small, tmp_path / "pilot.json")
+    assert [[len(group) for group in step] for step in lengths] == [[pilot.PILOT_SIZE] * 2]
+    assert pilot.pilot("no model", tmp_path / "pilot.json") == lengths
+
+
+def run_of(arm, seed, success):
+    over_time = {name: [0.0] * 3 for name in (*report.OVER_TIME, "staleness")}
+    over_time |= {"seconds": [0.0, 100.0, 200.0], "success": success}
+    goals = {f"to_{goal}": report.finite(report.seconds_to(goal, over_time)) for goal in report.GOALS}
+    others = dict.fromkeys(("end", "end_hard", "end_p99", "steps", "generated", "dropped", "rollout_share"), 1.0)
+    return {"arm": arm, "seed": seed, "limit_s": 200.0, "max_staleness": 0, "over_time": over_time} | others | goals | {
+        name: 0.0 for name in report.OF_STEPS
+    }
+
+
+def test_a_gain_is_of_pairs_of_seeds(tmp_path):
+    waits = [run_of("wait", seed, [0.4, 0.5, 0.7]) for seed in (1, 2, 3)]
+    races = [run_of("race", seed, [0.4, 0.8, 0.8]) for seed in (1, 2, 3)] + [run_of("race", 4, [0.4, 0.4, 0.4])]
+    waiting = {run["seed"]: run for run in waits}
+    rows = [report.row_of(waits, waiting, 0), report.row_of(races, waiting, 0)]
+    assert [row["to_0.6"]["seconds"] for row in rows] == [pytest.approx(150), pytest.approx(50)]
+    assert (rows[1]["to_0.6"]["gain"], rows[1]["to_0.6"]["num"], rows[1]["to_0.6"]["num_pairs"]) == (3, 3, 3)
+    slow = report.row_of([replaced(run, [0.4, 0.4, 0.4]) for run in races[:3]], waiting, 0)
+    assert (slow["to_0.6"]["seconds"], slow["to_0.6"]["gain"]) == (None, 0)
+    report.draw({"worlds": {"quarter": [*rows, slow | {"arm": "race12"}]}}, tmp_path / "it.png")
+    assert (tmp_path / "it.png").stat().st_size > 10_000
+
+
+def replaced(run, success):
+    return run_of(run["arm"], run["seed"], success)
+
+
+def test_groups_have_eight_answers_to_train_on():
+    for arm in ARMS.values():
+        assert arm.plan.group_size == (16 if arm.most_different else GROUP_SIZE)
+        assert replace(arm, title="").feed.batch == BATCH
