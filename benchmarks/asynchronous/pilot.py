@@ -4,7 +4,7 @@ The pilot waits for 16 of 16 on policy, so its record has whole groups of up to 
 
 - The speed of training is such that training has the world's share of a step of waiting, over the whole pilot.
 - All runs of a world end after the seconds of PILOT_STEPS steps of waiting.
-- An arm's share of the devices is the one with most updates per second in a replay of the pilot's lengths, without a policy.
+- An arm gets the share of devices with most updates per second in a replay of the pilot's lengths, without a policy.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from vllm_rollout.rewards import advantages
 from vllm_rollout.training.off_policy import decoupled_loss, importance_weights
 from vllm_rollout.training.stream import StreamTrainer
 
-NUM_HELD_OUT, MICRO_TOKENS = 320, 8192
+NUM_HELD_OUT, MICRO_TOKENS = 192, 8192
 TERMS = ALGORITHMS["dr_grpo"]
 
 

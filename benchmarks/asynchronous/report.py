@@ -83,8 +83,12 @@ def row_of(runs: Sequence[dict[str, Any]], waiting: Mapping[int, dict[str, Any]]
     row["end_interval"] = interval([run["end"] for run in runs], seed)
     for key in (f"to_{goal}" for goal in GOALS):
         seconds = [inf if run[key] is None else run[key] for run in runs]
-        pairs = [(waiting[run["seed"]][key], own) for run, own in zip(runs, seconds, strict=True) if run["seed"] in waiting]
-        gains = [gain for its, own in pairs if not (gain := (its or inf) / own) != gain]
+        pairs = [
+            (waiting[run["seed"]][key] or inf, its)
+            for run, its in zip(runs, seconds, strict=True)
+            if run["seed"] in waiting
+        ]
+        gains = [before / its for before, its in pairs if isfinite(before) or isfinite(its)]
         row[key] = {
             "num": sum(map(isfinite, seconds)),
             "seconds": finite(median(seconds)),
@@ -158,7 +162,9 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
             panels[0].plot(curves[0]["seconds"], means, "o-", ms=3, color=colors[row["arm"]], label=label)
         panels[0].set_xlabel("seconds at a GPU's ratios")
         panels[0].set_ylabel("held-out success, mean of seeds")
-        panels[0].set_title(f"training is {100 * WORLDS[world].training:.0f} % of a step that waits", loc="left", weight="bold")
+        panels[0].set_title(
+            f"training is {100 * WORLDS[world].training:.0f} % of a step that waits", loc="left", weight="bold"
+        )
         panels[0].legend(frameon=False, fontsize=8)
         limit = rows[0]["runs"][0]["limit_s"]
         bars(

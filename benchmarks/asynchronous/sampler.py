@@ -151,6 +151,15 @@ class Wave:
         if self.column == self.kv.shape[4]:
             self.kv = F.pad(self.kv, (0, 0, 0, BLOCK))
 
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write a column of KV, and attend to it and all columns before: [rows, hidden_size]."""
+        rows, num_heads, size = q.shape
+        self.kv[0, layer, :, :, self.column], self.kv[1, layer, :, :, self.column] = k, v
+        keys, values = self.kv[:, layer, :, :, : self.column + 1].flatten(1, 2)
+        visible = self.visible[:, None, : self.column + 1].repeat_interleave(num_heads, 0)
+        scores = torch.baddbmm(visible, q.reshape(-1, 1, size), keys.transpose(1, 2), alpha=size**-0.5)
+        return (scores.softmax(-1) @ values).view(rows, -1)  # bmm: faster than torch's attention for one query
+
     def add(self, tokens: Tensor, logprobs: Tensor, version: int) -> None:
         place = len(self.versions)
         self.tokens[:, place], self.logprobs[:, place], self.last = tokens, logprobs, tokens
@@ -252,10 +261,6 @@ class Sampler:
             for wave, (q, k, v) in zip(
                 self.waves, weights.projected(layer, hidden, columns).split(sizes, 1), strict=True
             ):
-                column = wave.column
-                wave.kv[0, place, :, :, column], wave.kv[1, place, :, :, column] = k, v
-                keys, values = wave.kv[:, place, :, :, : column + 1]
-                mask = wave.visible[:, None, None, : column + 1]
-                attended.append(F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask))
-            hidden = weights.after_attention(layer, hidden, torch.cat(attended)[:, :, 0].flatten(1))
+                attended.append(wave.attend(place, q, k, v))
+            hidden = weights.after_attention(layer, hidden, torch.cat(attended))
         return hidden
