@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import json
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ from examples.grpo.task import Problem
 PILOT_STEPS, PILOT_SIZE = 24, 16
 PHASES = 3
 """Parts of the pilot that are replayed apart, because lengths change while the policy learns."""
+NUM_PROMPT = 17
+"""Tokens of an average prompt."""
 SHARES = [place / 16 for place in range(1, 16)]
 
 
@@ -47,26 +49,34 @@ def pilot(model: str, path: Path) -> list[list[list[int]]]:
                     group.rewards.append(policy.reward(group.problem, answer))
             policy.learn(groups)
             policy.give_weights(sampler, recompute=False)
-            steps.append([[len(answer.token_ids) for answer in drawn(group.answers)] for group in groups])
+            steps.append([[len(answer.token_ids) for answer in in_order(group.answers)] for group in groups])
             print(f"pilot: step {step + 1} of {PILOT_STEPS}", flush=True)
         write_json(path, {"lengths": steps})
     return json.loads(path.read_text())["lengths"]
 
 
-def drawn(answers: Sequence[Answer]) -> list[Answer]:
+def in_order(answers: Sequence[Answer]) -> list[Answer]:
     """The answers in the order in which they started."""
     return sorted(answers, key=lambda answer: answer.name.index)
 
 
-class Lengths:
-    """Rollouts that replay lengths of a pilot, without tokens. Groups are drawn at random."""
+def drawn(groups: Sequence[Sequence[int]], seed: int = 0) -> Iterator[Sequence[int]]:
+    """Groups at random, without end."""
+    chance = random.Random(seed)
+    while True:
+        yield chance.choice(groups)
 
-    def __init__(self, groups: Sequence[Sequence[int]], seed: int = 0) -> None:
-        self.groups, self.chance, self.num_steps = groups, random.Random(seed), 0
+
+class Lengths:
+    """Rollouts that replay lengths, without tokens. `groups`: the lengths of each group, in their order."""
+
+    def __init__(self, groups: Iterator[Sequence[int]]) -> None:
+        self.groups, self.num_steps = groups, 0
         self.ends: list[tuple[int, Name]] = []
         self.started: dict[Name, int] = {}
         """Steps before the start of each running answer."""
-        self.sum_started = 0
+        self.context_before = 0
+        """Tokens of prompts, less the steps before the starts."""
 
     @property
     def num_running(self) -> int:
@@ -74,15 +84,15 @@ class Lengths:
 
     @property
     def num_context(self) -> int:
-        return self.num_steps * len(self.started) - self.sum_started
+        return self.num_steps * len(self.started) + self.context_before
 
     def launch(self, asked: Sequence[Asked]) -> None:
         for each in asked:
-            for index, length in enumerate(self.chance.choice(self.groups)[: each.num_candidates]):
+            for index, length in enumerate(next(self.groups)[: each.num_candidates]):
                 name = Name(each.group, index)
                 heapq.heappush(self.ends, (self.num_steps + length, name))
                 self.started[name] = self.num_steps
-                self.sum_started += self.num_steps
+                self.context_before += NUM_PROMPT - self.num_steps
 
     def step(self) -> list[Answer]:
         self.num_steps += 1
@@ -97,7 +107,7 @@ class Lengths:
         stopped = []
         for name in names:
             started = self.started.pop(name)
-            self.sum_started -= started
+            self.context_before -= NUM_PROMPT - started
             length = self.num_steps - started
             stopped.append(Answer(name, [0] * length, [], [0], length == MAX_TOKENS))
         return stopped
@@ -106,10 +116,8 @@ class Lengths:
 class NoPolicy:
     """A learner of a replay, which learns nothing. Every second answer is right."""
 
-    prompt_ids = (0,) * 17  # of an average chain
-
     def problem(self, number: int) -> tuple[Problem, list[int]]:
-        return Problem("", "", {}, 0), list(self.prompt_ids)
+        return Problem("", "", {}, 0), [0] * NUM_PROMPT
 
     def reward(self, problem: Problem, answer: Answer) -> float:
         return float(answer.name.index % 2)
@@ -136,15 +144,14 @@ class Plan(NamedTuple):
 def plan_of(world: World, lengths: Sequence[Sequence[Sequence[int]]]) -> Plan:
     """Speed of training and length of runs, from the pilot's first GROUP_SIZE candidates of each group."""
     rollout_s, num_tokens, clock = [], [], Clock(world, 1.0)
-    num_prompt = len(NoPolicy.prompt_ids)
     for step in lengths:
         answers = sorted(length for group in step for length in group[:GROUP_SIZE])
-        num_tokens.append(sum(answers) + num_prompt * len(answers))
+        num_tokens.append(sum(answers) + NUM_PROMPT * len(answers))
         seconds, num_running = 0.0, len(answers)
         for at in range(answers[-1]):
             while answers[len(answers) - num_running] <= at:
                 num_running -= 1
-            seconds += clock.rollout_s(num_running, num_running * (num_prompt + at))
+            seconds += clock.rollout_s(num_running, num_running * (NUM_PROMPT + at))
         rollout_s.append(seconds)
     others_s = fmean(rollout_s) + world.transfer_s
     step_s = others_s / (1 - world.training)
@@ -167,7 +174,7 @@ def updates_s(arm: Arm, clock: Clock, limit_s: float, lengths: Sequence[Sequence
     size, speeds = len(lengths) // PHASES, []
     for phase in range(PHASES):
         groups = [group for step in lengths[phase * size : (phase + 1) * size] for group in step]
-        lines = Training(arm, clock, Lengths(groups), NoPolicy()).go(limit_s / PHASES)
+        lines = Training(arm, clock, Lengths(drawn(groups)), NoPolicy()).go(limit_s / PHASES)
         *_, last = (line for line in lines if line["kind"] == "step")
         speeds.append(last["step"] / last["seconds"])
     return fmean(speeds)

@@ -189,6 +189,8 @@ def main() -> None:
     record = record_of_run(seed=arguments.seed, workload={"trainings": __doc__})
     found = {world: rows_of(arguments.folder / world, arguments.seed) for world in WORLDS}
     record["worlds"] = {world: rows for world, rows in found.items() if rows}
+    check = arguments.folder / "check.json"
+    record["clock_against_emulated_server"] = json.loads(check.read_text()) if check.exists() else None
     record["about"] = json.loads((arguments.folder / "about.json").read_text())
     publish(arguments, record, tables, draw)
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.asynchronous import pilot, policy, report
 from benchmarks.asynchronous.arms import ARMS, BATCH, GROUP_SIZE
 from benchmarks.asynchronous.clock import SLOTS, WORLDS, Clock
-from benchmarks.asynchronous.pilot import SHARES, Lengths, NoPolicy, clock_of, plan_of, updates_s
+from benchmarks.asynchronous.pilot import SHARES, Lengths, NoPolicy, clock_of, drawn, plan_of, updates_s
 from benchmarks.asynchronous.run import is_done, train, train_all
 from benchmarks.asynchronous.sampler import Answer, Asked, Name, Sampler, Weights
 from benchmarks.asynchronous.train import NUM_EVALUATIONS, Training, most_different
@@ -34,7 +34,7 @@ PLAN = plan_of(WORLDS["quarter"], LENGTHS)
 
 
 def replayed(name, clock=None, limit_s=PLAN.limit_s / 4):
-    training = Training(ARMS[name], clock or clock_of(ARMS[name], PLAN, LENGTHS), Lengths(GROUPS), NoPolicy())
+    training = Training(ARMS[name], clock or clock_of(ARMS[name], PLAN, LENGTHS), Lengths(drawn(GROUPS)), NoPolicy())
     return training, list(training.go(limit_s))
 
 
@@ -91,7 +91,7 @@ def test_weights_change_between_two_tokens(models, recompute):
 def test_the_pilot_sets_the_share_of_training():
     for name, world in WORLDS.items():
         plan = plan_of(world, LENGTHS)
-        training = Training(ARMS["wait"], plan.clock, Lengths(GROUPS), NoPolicy())
+        training = Training(ARMS["wait"], plan.clock, Lengths(drawn(GROUPS)), NoPolicy())
         steps = [line for line in training.go(plan.limit_s) if line["kind"] == "step"]
         assert len(steps) == pytest.approx(24, abs=2), name
         assert steps[-1]["training_s"] / steps[-1]["seconds"] == pytest.approx(world.training, rel=0.12), name
