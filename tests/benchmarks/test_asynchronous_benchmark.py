@@ -7,10 +7,10 @@ from argparse import Namespace
 import pytest
 import torch
 
-from benchmarks.asynchronous import pilot, policy, report
+from benchmarks.asynchronous import check, pilot, policy, report
 from benchmarks.asynchronous.arms import ARMS, BATCH, GROUP_SIZE
 from benchmarks.asynchronous.clock import SLOTS, WORLDS, Clock
-from benchmarks.asynchronous.pilot import SHARES, Lengths, NoPolicy, clock_of, drawn, plan_of, updates_s
+from benchmarks.asynchronous.pilot import NUM_PROMPT, SHARES, Lengths, NoPolicy, clock_of, drawn, plan_of, updates_s
 from benchmarks.asynchronous.run import is_done, train, train_all
 from benchmarks.asynchronous.sampler import Answer, Asked, Name, Sampler, Weights
 from benchmarks.asynchronous.train import NUM_EVALUATIONS, Training, most_different
@@ -151,6 +151,15 @@ def test_kv_that_is_computed_again_costs_seconds():
     )
     assert again[-1]["step"] < kept[-1]["step"]
     assert again[-1]["recomputed"] > 0
+
+
+def test_a_rollout_takes_the_seconds_of_a_batch_that_empties():
+    lengths = [[2] * 8 + [3] * 8] * BATCH  # a race ends after two tokens
+    clock = Clock(check.WORLD, 1.0)
+    first = [clock.rollout_s(16 * BATCH, 16 * BATCH * (NUM_PROMPT + place)) for place in range(2)]
+    assert check.clock_s(ARMS["race"], lengths) == pytest.approx(sum(first))
+    third = clock.rollout_s(8 * BATCH, 8 * BATCH * (NUM_PROMPT + 2))
+    assert check.clock_s(ARMS["different"], lengths) == pytest.approx(sum(first) + third)
 
 
 @pytest.mark.parametrize(
