@@ -9,6 +9,7 @@ import torch
 from examples.grpo.model import answer_logprobs, micro_batches
 from vllm_rollout.answers import GroupAnswer, StoppedCandidate, Trajectory
 from vllm_rollout.rewards import Estimator, advantages
+from vllm_rollout.training.off_policy import Correction, decoupled_loss, effective_sample_size, importance_weights
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 
@@ -21,12 +22,21 @@ class Terms:
     clip_low: float = 0.2
     clip_high: float = 0.2
     """On policy, ratios are 1 and nothing is clipped. Answers that a round resumes were sampled by earlier weights."""
+    correction: Correction | None = None  # of tokens that older weights sampled; None: the ratio is clipped
 
 
 ALGORITHMS = {
     "grpo": Terms("grpo", "answer"),
     "dapo": Terms("grpo", "token", clip_high=0.28),
     "dr_grpo": Terms("mean", "token"),
+}
+
+
+CORRECTIONS = {
+    "clip": None,
+    "tis": Correction(),
+    "icepop": Correction("token", None, {"token": (0.5, 5.0)}),
+    "none": Correction(None),
 }
 
 
@@ -67,6 +77,7 @@ class Update:
     def __init__(self, trainer: StreamTrainer, model: Any, terms: Terms, micro_tokens: int) -> None:
         self.trainer, self.model, self.terms, self.micro_tokens = trainer, model, terms, micro_tokens
         self.differences = [torch.zeros(1)]  # of log probabilities, from those at sampling time
+        self.weights = [torch.ones(0)]  # of tokens, by the correction
         trainer.abandon()  # the gradients of an attempt that died
         trainer.begin(0)
 
@@ -87,9 +98,20 @@ class Update:
         sampled[mask > 0] = sampled.new_tensor([p for row in rows for p in row.answer.logprobs or ()])
         self.differences.append((logprobs.detach() - sampled)[mask > 0].abs().cpu())
         its = logprobs.new_tensor([[row.advantage] for row in rows])
-        loss = clipped_loss(logprobs, sampled, its, self.terms) * mask
+        if (correction := self.terms.correction) is None:
+            loss = clipped_loss(logprobs, sampled, its, self.terms) * mask
+        else:
+            importance = importance_weights(logprobs, sampled, mask, correction)
+            self.weights.append(importance.weights[importance.counted].cpu())
+            loss = decoupled_loss(logprobs, logprobs.detach(), its, importance)  # one update per step clips nothing
         total = loss.sum() if self.terms.unit == "token" else (loss.sum(1) / mask.sum(1)).sum()
         self.trainer.add_sum(total, 0)  # what it is divided by was counted
+
+    @property
+    def ess_share(self) -> float | None:
+        """Effective sample size of the tokens, as a share of them. None without a correction."""
+        weights = torch.cat(self.weights)
+        return effective_sample_size(weights) / len(weights) if len(weights) else None
 
     def finish(self) -> StepResult | None:
         """Make the optimizer step. None, without an update, if no group had a row. Raises: FloatingPointError."""

@@ -57,6 +57,7 @@ def start(args: Namespace) -> process.ServerProcess:
     model, max_len = str(args.model), str(args.max_tokens + MAX_PROMPT_TOKENS)
     command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *process.server_flags(MAX_CANDIDATES)]
     command += ["--max-model-len", max_len, "--rollout-reward", f"{args.task}={task.__name__}:{REWARDS[args.task]}"]
+    command += ["--rollout-state", str(args.output / "state")] if args.feed else []  # a feed outlives its server
     command += [*(["--dtype", "float32"] if process.runs_on_cpu() else []), *shlex.split(args.serve_flags or "")]
     if shutil.which("setpriv"):
         command = ["setpriv", "--pdeathsig", "TERM", *command]  # a trainer that is killed leaves no server behind
@@ -111,3 +112,9 @@ def run_fields(args: Namespace) -> dict[str, Any]:  # the same for a run, once
     fields |= {"prompt_speculation": args.speculation, "response_speculation": args.speculation}
     fields |= {"filter": "zero_variance"} if args.algorithm == "dapo" else {}
     return {**fields, "resume": args.resume}
+
+
+def feed_fields(args: Namespace) -> dict[str, Any]:
+    size, fields = rollout_fields(args)
+    fields |= {"filter": "zero_variance"} if args.algorithm == "dapo" else {}
+    return {**fields, "group_size": size, "batch": args.prompts, "max_staleness": args.max_staleness}

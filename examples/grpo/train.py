@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from examples.grpo.loss import ALGORITHMS, Update, rows_of
+from examples.grpo.loss import ALGORITHMS, CORRECTIONS, Update, rows_of
 from examples.grpo.model import check_finite, load, prompt_ids, save_weights, write_line
-from examples.grpo.server import PRUNING, Server, nccl_sender, rollout_fields, run_fields, sampling
+from examples.grpo.server import PRUNING, Server, feed_fields, nccl_sender, rollout_fields, run_fields, sampling
 from examples.grpo.task import TASKS, VOCABULARY, Problem, describe, mean, problems
 from vllm_rollout import RolloutError
 from vllm_rollout.answers import GroupAnswer, GroupStream
@@ -47,6 +47,7 @@ class Progress:
     seconds: float = 0.0  # of steps, without evaluations and starts
     num_idle: int = 0  # steps in a row without a gradient
     run: str | None = None  # of rounds
+    feed: str | None = None
     learned: bytes = b""  # the server's state: lengths, scores and runs, if they matter
     record_size: int = 0  # in bytes: later lines of the record belong to a step that is repeated
 
@@ -58,6 +59,8 @@ class Step:
     usage: Counter[str] = dataclasses.field(default_factory=Counter)
     warnings: list[str] = dataclasses.field(default_factory=list)
     num_prompts: int = 0
+    staleness: list[int] = dataclasses.field(default_factory=list)  # of groups of a feed
+    ess_share: float | None = None
     differences: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(1))
     result: StepResult | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -74,8 +77,9 @@ class Training:
         check_served(server.client, self.model.config, self.tokenizer, words)
         self.optimizer = torch.optim.AdamW(self.learned.values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.trainer = StreamTrainer(self.learned.values(), self.optimizer, max_norm=CLIP_NORM)
-        self.terms, self.filters = ALGORITHMS[args.algorithm], args.algorithm == "dapo"
-        self.progress, self.run, self.version = Progress(), None, None
+        self.terms = dataclasses.replace(ALGORITHMS[args.algorithm], correction=CORRECTIONS[args.correct])
+        self.filters = args.algorithm == "dapo"
+        self.progress, self.run, self.feed, self.version = Progress(), None, None, None
         self.checkpoint, self.record = args.output / "checkpoint.pt", args.output / "record.jsonl"
 
     def go(self) -> None:
@@ -87,6 +91,8 @@ class Training:
                 self.persist(self.evaluate)
             began = time.perf_counter()
             step = self.persist(self.roll_out_and_learn)
+            if self.feed:
+                self.save()  # before the server gets the weights: they never go back, which would make groups too old
             learned = time.perf_counter()
             self.persist(self.give_weights)
             step.seconds |= {"sync": time.perf_counter() - learned, "step": time.perf_counter() - began}
@@ -109,10 +115,10 @@ class Training:
         rolled_out = time.perf_counter()
         step.groups.sort(key=lambda group: (len(group.prompt_id), group.prompt_id))  # not as they ended
         update.add([] if self.args.stream else step.groups)
-        step.differences = torch.cat(update.differences)
+        step.differences, step.ess_share = torch.cat(update.differences), update.ess_share
         versions = {span["version"] for g in step.groups for t in g.trajectories for span in t.weight_versions}
         others, difference = versions - {self.version}, step.differences.mean().item()
-        if not self.args.resume and (others or difference > LARGEST_DIFFERENCE):
+        if not (self.args.resume or self.feed) and (others or difference > LARGEST_DIFFERENCE):
             what = f"it sampled with {others or 'them'}, {difference:.2g} nats from the policy on average"
             raise RuntimeError(f"the server has other weights: {what}. Does somebody else give it some?")
         for parameters in self.optimizer.param_groups:
@@ -127,6 +133,9 @@ class Training:
 
     def groups(self, step: Step) -> Iterator[GroupAnswer]:
         """The step's groups as they end. With DAPO, only groups with a gradient."""
+        if self.feed:
+            yield from self.from_feed(step)
+            return
         args, progress, num_wanted = self.args, self.progress, self.args.prompts
         size, fields = rollout_fields(args)
 
@@ -155,6 +164,20 @@ class Training:
             step.warnings += stream.summary.warnings
             if not num_wanted:
                 return
+
+    def from_feed(self, step: Step) -> Iterator[GroupAnswer]:
+        """The next batch of the feed. The feed counts the prompts that it got, so a repeated step puts none twice."""
+        args, now = self.args, self.feed.refresh()
+        num_alive = now.num_waiting + now.num_running + now.num_complete
+        num_wanted = args.prompts * (args.max_staleness + 2) * (MOST_ASKS if self.filters else 1)
+        if (missing := num_wanted - num_alive) > 0:
+            fresh = problems(args.task, f"train-{args.seed}", missing, now.totals.num_put)
+            self.feed.put(self.asked(problem) for problem in fresh)
+        batch = self.feed.batch(key=f"step-{self.progress.step}")
+        step.num_prompts, step.staleness = len(batch.groups), [group.staleness for group in batch.groups]
+        step.warnings += batch.warnings
+        step.usage.update({"num_dropped": len(batch.dropped), "num_filtered": len(batch.filtered)})
+        yield from batch.groups
 
     def asked(self, problem: Problem) -> dict[str, Any]:
         return {"id": problem.id, "prompt_token_ids": prompt_ids(self.tokenizer, problem), "data": problem.data}
@@ -185,9 +208,11 @@ class Training:
         try:
             return work()
         except RolloutError as error:
-            forgotten = self.run is not None and error.status == HTTPStatus.NOT_FOUND  # by one that was started anew
+            forgotten = (
+                self.run or self.feed
+            ) is not None and error.status == HTTPStatus.NOT_FOUND  # by one that was started anew
             lost = forgotten or error.status in (None, *STARTING) or not self.server.client.health()
-            if not attempts or not lost or error.type == "UnexpectedAnswer":
+            if not attempts or not lost or error.type in ("UnexpectedAnswer", "GatewayTimeout"):
                 raise
             print(f"the server was lost ({error}); waiting until it is back", flush=True)
         self.server.bring_back()
@@ -205,6 +230,9 @@ class Training:
             shape = self.args.group_size, self.args.prompts
             self.run = self.server.client.run(*shape, id=self.progress.run, **run_fields(self.args))
             self.progress.run = self.run.id
+        if self.args.feed:
+            self.progress.feed = self.progress.feed or f"{self.args.output.name}-{self.progress.id}"
+            self.feed = self.server.client.feed(id=self.progress.feed, **feed_fields(self.args))
         self.progress.learned = self.progress.learned or self.learned_by_server()
 
     def learned_by_server(self) -> bytes:
@@ -216,7 +244,8 @@ class Training:
         check_finite(self.model, f"after {self.progress.step} steps")
         weights = self.send or save_weights(self.model, self.args.output / "weights")
         version = f"{self.args.output.name}-{self.progress.id}-{self.progress.step}"
-        self.version = self.server.client.give_weights(weights, version).version
+        kv = "keep" if self.args.feed else "recompute"
+        self.version = self.server.client.give_weights(weights, version, kv).version
 
     def save(self) -> None:
         """Write the checkpoint, one file. A kill at any moment leaves it whole, and all of one step."""
@@ -257,6 +286,8 @@ class Training:
         line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
         line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
         line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}
+        if step.staleness:
+            line |= {"staleness": step.staleness, "ess_share": step.ess_share}
         line |= {"resumed": [t.num_resumed_tokens for t in ended]}
         write_line(self.record, line)
         took = " ".join(f"{name} {value:.2f}" for name, value in step.seconds.items())
@@ -306,6 +337,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", action="store_true", help="short rounds, and a long one for prompts that took too long")
     add("--speculation", type=float, default=1.25, help="factor of --rounds for prompts and for answers")
     add("--resume", action="store_true", help="long rounds of --rounds continue the answers that exist")
+    add("--feed", action="store_true", help="asynchronous: batches of a feed, whose generation never stops")
+    add(
+        "--max-staleness", type=int, default=1, help="of --feed: most weights updates from a group's start to its batch"
+    )
+    add("--correct", choices=CORRECTIONS, default="clip", help="correction of tokens that older weights sampled")
     add("--stopped-teach", action="store_true", help="train on stopped candidates as wrong answers, or by score")
     add("--audit-ratio", type=float, help="share of groups in which no candidate is stopped")
     add("--stream", action="store_true", help="compute a group's gradient as soon as the group ends")
@@ -313,6 +349,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     for flag, its in (("resume", "rounds"), ("serve_flags", "serve")):
         if getattr(args, flag) and not getattr(args, its):
             parser.error(f"--{flag.replace('_', '-')} is of --{its}, which was not said")
+    if args.feed and (args.rounds or args.stream):
+        parser.error("--feed takes whole batches: not with --rounds, --stream")
     if args.nccl and (args.serve or args.lora):
         parser.error("--nccl is for a server on other GPUs (--url), and sends whole weights: not with --serve, --lora")
     return args

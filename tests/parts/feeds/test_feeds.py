@@ -100,6 +100,15 @@ async def test_two_trainers_on_one_feed_get_different_groups(http) -> None:
     assert sorted(ids(batches[0]) + ids(batches[1])) == [f"q{i}" for i in range(6)]
 
 
+async def test_a_trainer_waits_no_longer_than_it_says_also_behind_another(http) -> None:
+    await make(http)
+    first = asyncio.create_task(take(http))
+    await asyncio.sleep(0.01)
+    assert "no prompt waits" in (await take(http, 504, timeout_s=0.05))["message"]
+    await put(http, 0, 3)
+    assert len((await first)["groups"]) == 3
+
+
 async def test_a_client_that_leaves_takes_nothing(app, http) -> None:
     await make(http)
     waiting = asyncio.create_task(take(http))
@@ -130,6 +139,31 @@ async def test_a_batch_that_does_not_come_says_what_it_waits_for(app, http, engi
     assert (await look(http))["waits_for"] == "weights"
     engine.weight_version = "step-1"  # another API process got them
     assert (await take(http))["version"] == 1
+
+
+async def test_an_update_while_a_trainer_waits_is_in_the_version_of_its_batch(app, http, engine) -> None:
+    engine.step_s, engine.lengths = 0.005, {0: 30, 1: 30}
+    await make(http)
+    await put(http, 0, 6)
+    waiting = asyncio.create_task(take(http))
+    await eventually(lambda: engine.num_running == 12)
+    update(app, engine, "1")
+    batch = await waiting
+    assert (batch["version"], [group["staleness"] for group in batch["groups"]]) == (1, [1, 1, 1])
+
+
+async def test_kv_of_running_groups_is_computed_again_if_the_feed_says_so(app, http, engine) -> None:
+    engine.step_s, engine.lengths = 0.005, {0: 60, 1: 60}
+    await make(http, on_update="recompute", batch=1)
+    update(app, engine, "1")  # nothing runs
+    await put(http, 0, 2)
+    await eventually(lambda: engine.num_running == 4)
+    update(app, engine, "2")
+    await eventually(lambda: bool(engine.recomputed))
+    batches = [await take(http), await take(http)]
+    assert [sorted(group["rollout_id"] for batch in batches for group in batch["groups"])] == list(
+        map(sorted, engine.recomputed)
+    )
 
 
 async def test_weights_that_go_back_are_an_update_and_a_warning(app, http, engine) -> None:
@@ -219,6 +253,7 @@ async def test_a_feed_is_made_once_and_deleted_with_its_groups(http, engine) -> 
         ({"batch": 10_000}, "batch"),
         ({"max_staleness": -1}, "max_staleness"),
         ({"on_stale": "x"}, "on_stale"),
+        ({"on_update": "stop"}, "on_update"),
         ({"filter": "zero_variance"}, "filter"),
         ({"redundancy": 100}, "redundancy"),
         ({"max_candidates": False}, "max_candidates"),

@@ -11,6 +11,7 @@ PART = Part(
         "metrics": "vllm_rollout.parts.feeds.http.metrics:FeedMetrics",
         "routes": "vllm_rollout.parts.feeds.http.routes:ROUTES",
     },
+    also={"page": {"shown": "vllm_rollout.parts.feeds.with_page.http:show"}},
     exports={
         "AsyncFeed": "vllm_rollout.parts.feeds.client.feed:AsyncFeed",
         "Feed": "vllm_rollout.parts.feeds.client.feed:Feed",

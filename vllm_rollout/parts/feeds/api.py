@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.http.ports import ApiPart
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.parts.feeds.http.service import FeedService
 from vllm_rollout.parts.feeds.http.store import FEEDS, FeedStore
 
@@ -31,6 +32,8 @@ class FeedsApi(ApiPart):
             rollouts, metrics = app.state.rollout_service, client.rollout_metrics
             self._feeds = FeedService(rollouts, self._engine, metrics, self._store)
             app.state.feed_service = self._feeds
+            if (show := face("feeds", "shown")) is not None:
+                show(rollouts, self._feeds)
 
     def weights_named(self, version: str) -> None:
         if self._feeds is not None:

@@ -30,6 +30,7 @@ class FeedOptions(GroupOptions, total=False):
     redundancy: Redundancy
     max_staleness: int
     on_stale: str
+    on_update: str
     filter: str | None
     model: str | None
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from vllm_rollout.kernel.http.answers import GroupAnswer
-from vllm_rollout.parts.feeds.rules.feed import OnStale, WaitsFor
+from vllm_rollout.parts.feeds.rules.feed import OnStale, OnUpdate, WaitsFor
 
 
 class FeedFields(BaseModel):
@@ -98,6 +98,8 @@ class FeedBatch(FeedBatchSummary):
 
 
 class FeedTotals(BaseModel):
+    num_put: int
+    """Prompts that were put."""
     num_admitted: int
     num_taken: int
     num_filtered: int
@@ -119,6 +121,7 @@ class FeedAnswer(BaseModel):
     batch: int
     max_staleness: int
     on_stale: OnStale
+    on_update: OnUpdate
     filter: str | None
     defaults: dict[str, Any]
     """Fields of a rollout that hold for its groups."""

@@ -95,7 +95,7 @@ class Batches:
 
 def _batch(feed: LiveFeed, taken: Sequence[tuple[TakenGroup, FeedRollout]], key: str, waited_s: float) -> list[bytes]:
     since, meter, bound = feed.report(), feed_meter(feed), feed.rule.terms.max_staleness
-    warning = feed.meter.warning(_admitted(feed))
+    warning = bias_warning(feed)
     ages = [each.staleness for each, _ in taken]
     summary = FeedBatch(
         feed=feed.id,
@@ -136,6 +136,7 @@ def feed_answer(feed: LiveFeed) -> FeedAnswer:
         batch=request.batch,
         max_staleness=request.max_staleness,
         on_stale=request.on_stale,
+        on_update=request.on_update,
         filter=request.filter,
         defaults=request.model_dump(mode="json", include=set(RolloutFields.model_fields), exclude_unset=True),
         version=rule.version,
@@ -147,6 +148,7 @@ def feed_answer(feed: LiveFeed) -> FeedAnswer:
         capacity=rule.capacity,
         waits_for=rule.waits_for(len(feed.waiting)),
         totals=FeedTotals(
+            num_put=feed.num_put,
             num_admitted=rule.num_admitted,
             num_taken=shares["trained"].tokens.num,
             num_filtered=shares["filtered"].tokens.num,
@@ -171,6 +173,11 @@ def feed_meter(feed: LiveFeed) -> FeedMeter:
         running=_share(share_of(group.size for group in feed.running)),
         trained_std_error=shares["trained"].tokens.std_error,
     )
+
+
+def bias_warning(feed: LiveFeed) -> str | None:
+    """A warning if trained groups are shorter than admitted ones by more than the standard error."""
+    return feed.meter.warning(_admitted(feed))
 
 
 def _admitted(feed: LiveFeed) -> Share:

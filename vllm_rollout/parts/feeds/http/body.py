@@ -10,7 +10,7 @@ from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS
 from vllm_rollout.kernel.http.body import Body, of_table
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields
 from vllm_rollout.kernel.http.rewards import Filter
-from vllm_rollout.parts.feeds.rules.feed import FeedTerms, OnStale
+from vllm_rollout.parts.feeds.rules.feed import FeedTerms, OnStale, OnUpdate
 
 Key = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
@@ -55,6 +55,11 @@ class FeedRequest(RolloutFields):
         default="wait",
         description='Way to keep the bound. "wait": a batch waits for older groups that would become too old. "drop": '
         'groups that are too old are stopped and dropped. "finish": they are returned over the bound.',
+    )
+    on_update: OnUpdate = Field(
+        default="keep",
+        description='KV of running groups when the weights get a new name. "recompute": computed again by the new '
+        'weights. "keep": left to the trainer, whose `give_weights` has an option of its own.',
     )
     filter: Filter | None = Field(
         default=None,

@@ -151,6 +151,8 @@ class LiveFeed:
             for number in self.rule.updated():
                 self._drop(number)
             self.kept.left([], self.state)
+            if self.request.on_update == "recompute" and (names := [group.rollout_id for group in self.running]):
+                spawn(self._rollouts.recompute(names), "KV of a feed's groups")
             self._admit()
         elif was_held and not self.is_held:
             self._admit()

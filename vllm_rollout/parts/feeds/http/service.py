@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -120,7 +122,7 @@ class FeedService:
         if (kept := found.kept(key)) is not None:
             await found.feed.kept.written(found.feed.state)
             return kept
-        async with found.turn:  # trainers of one feed get batches in the order of their requests
+        async with _in_turn(found, request.timeout_s):
             await found.feed.kept.written(found.feed.state)
             await self._look()
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
@@ -133,6 +135,11 @@ class FeedService:
             await found.feed.kept.written(found.feed.state)
         self._metrics.waited(time.monotonic() - began)
         return answer
+
+    @property
+    def live(self) -> list[LiveFeed]:
+        """All feeds."""
+        return [found.feed for found in self._feeds.values()]
 
     def weights_named(self, version: str | None) -> None:
         """The engine has weights of this name."""
@@ -184,6 +191,23 @@ class FeedService:
                 status=HTTPStatus.INSUFFICIENT_STORAGE,
                 param="prompts",
             )
+
+
+@asynccontextmanager
+async def _in_turn(found: Batches, timeout_s: float) -> AsyncIterator[None]:
+    """Wait for the requests before: trainers of one feed get batches in the order of their requests.
+
+    Raises: RequestError (504).
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await found.turn.acquire()
+    except TimeoutError:
+        raise _no_batch(found.feed, timeout_s) from None
+    try:
+        yield
+    finally:
+        found.turn.release()
 
 
 def _as_json(request: FeedRequest) -> dict[str, Any]:

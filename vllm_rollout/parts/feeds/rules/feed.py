@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 OnStale = Literal["wait", "drop", "finish"]
+OnUpdate = Literal["keep", "recompute"]
 WaitsFor = Literal["groups", "older_groups", "prompts", "weights"]
 """groups        more groups have to complete
 older_groups  a batch is complete, and older groups that run would become too old if it were taken without them

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from vllm_rollout.parts.shaping.rules.trace import End
 
-NAMES = ("server", "rollout", "group", "rewards", "ranks", "round", "sessions", "gone")
+NAMES = ("server", "rollout", "group", "rewards", "ranks", "round", "sessions", "feeds", "gone")
 COMMENT = b": \n\n"
 """Keeps the connection open and carries no data."""
 SCHEMA: dict[str, Any] = {

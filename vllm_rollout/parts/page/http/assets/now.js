@@ -1,6 +1,7 @@
 // Groups that race, as they do it: a cell per group, a bar per candidate.
 import { bar, fit, legend, palette } from "./draw.js";
 import { el, foreign, number, safe, table, tiles } from "./dom.js";
+import { showFeeds } from "./feeds.js";
 import { sessionsView } from "./sessions.js";
 import { ENDS, WORDS, measures, secondsOf } from "./state.js";
 
@@ -29,9 +30,9 @@ export function show(root, context) {
   const summary = el("div"), told = el("p", { className: "told" });
   const canvas = el("canvas", { tabIndex: 0, role: "img", "aria-label": "groups; arrow keys choose, Enter opens" });
   const listed = el("details", { ontoggle: context.redraw }, el("summary", { textContent: "as a table" }), el("div"));
-  const beside = el("div"), sessions = el("div"), drawSessions = sessionsView(sessions, context);
+  const beside = el("div"), feeds = el("div"), sessions = el("div"), drawSessions = sessionsView(sessions, context);
   const marks = legend(WORDS, (pen, end) => bar(pen, 4, 13, 5, 8, end), "● comes back   ▲ right   ▽ wrong");
-  root.append(summary, canvas, told, marks, listed, beside, sessions);
+  root.append(feeds, summary, canvas, told, marks, listed, beside, sessions);
   let cells = [], chosen = 0, columns = 1, rollout = null;
 
   function choose(place) {
@@ -98,6 +99,7 @@ export function show(root, context) {
     const { model } = context;
     rollout = context.rollout();
     drawSessions();
+    showFeeds(feeds, model);
     for (const part of [canvas, told, listed, beside]) part.hidden = !rollout;
     if (!rollout) {
       const empty = el("p", { textContent: "No rollout has begun yet. This page will show it." });

@@ -8,7 +8,7 @@ export const WORDS = {
 const MOST_ROLLOUTS = 64;
 const MOST_MOVES = 200;
 
-export const newModel = () => ({ server: null, rollouts: new Map(), ranks: [], at: 0, rounds: new Map(), moves: [], sessions: new Map() });
+export const newModel = () => ({ server: null, rollouts: new Map(), ranks: [], at: 0, rounds: new Map(), moves: [], sessions: new Map(), feeds: [] });
 
 // The last ones of them; those that run are the last to go.
 function bound(known, runs) {
@@ -53,6 +53,8 @@ export function take(model, name, data) {
   } else if (name === "sessions") {
     model.sessions.set(data.name, data);
     bound(model.sessions, (each) => each.status === "running");
+  } else if (name === "feeds") {
+    model.feeds = data.feeds;
   } else if (name === "gone") {
     for (const id of data.rollout_ids) model.rollouts.delete(id);
     for (const name of data.sessions ?? []) model.sessions.delete(name);

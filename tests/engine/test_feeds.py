@@ -1,0 +1,110 @@
+"""Feeds on a real engine: weights that come in flight, ordinary requests beside them, and a server that is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.conftest import LONG, Server, serve_command
+from vllm_rollout import RolloutClient
+from vllm_rollout.parts.feeds.http.answers import FeedBatch
+
+FLAGS = ["--max-model-len", "1024", "--max-num-seqs", "32", "--dtype", "float32"]
+BATCH, STALENESS = 4, 2
+FEED: dict[str, Any] = {
+    "group_size": 2, "batch": BATCH, "max_staleness": STALENESS, "include": ["logprobs"],
+    "sampling_params": {"max_tokens": 200, "min_tokens": 4, "stop_token_ids": [*range(6, 16)], "seed": 3},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models of one shape."""
+    other = shutil.copytree(tiny_model, tmp_path_factory.mktemp("weights") / "other")
+    (file,) = other.glob("*.safetensors")
+    save_file({name: each + 0.01 * torch.ones_like(each) for name, each in load_file(file).items()}, file)
+    return [tiny_model, str(other)]
+
+
+@pytest.fixture
+def start(tiny_model: str, tmp_path: Path) -> Iterator[Any]:
+    """Starts a server with the same state as the one before."""
+    started: list[Server] = []
+
+    def start() -> Server:
+        flags = [*FLAGS, "--rollout-state", str(tmp_path / "state")]
+        log = tmp_path / f"server-{len(started)}.log"
+        started.append(Server(serve_command(tiny_model, *flags), log, VLLM_SERVER_DEV_MODE="1"))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def prompts(first: int, count: int) -> list[dict[str, Any]]:
+    return [{"id": f"q{i}", "prompt_token_ids": [20 + i, 30, 40]} for i in range(first, first + count)]
+
+
+def check(batch: FeedBatch, step: int) -> list[str]:
+    """Assert what a trainer relies on. Returns the ids of the batch's prompts."""
+    assert (batch.version, batch.weight_version) == (step, f"step-{step}")
+    for group in batch.groups:
+        assert group.status == "complete"
+        assert len(group.trajectories) == 2
+        assert group.staleness == step - group.born <= STALENESS
+        assert group.born_version == f"step-{group.born}"
+        for trajectory in group.trajectories:
+            spans = [int(span.version.removeprefix("step-")) for span in trajectory.weight_versions]
+            assert spans == sorted(set(spans))
+            assert group.born <= spans[0] <= spans[-1] <= step
+            assert trajectory.weight_versions[-1].end == trajectory.num_tokens == len(trajectory.logprobs)
+    return [group.prompt_id for group in batch.groups]
+
+
+def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kill(
+    start: Any, folders: list[str]
+) -> None:
+    server = start()
+    with closing(RolloutClient(server.url)) as client, ThreadPoolExecutor(2) as others:
+        client.give_weights(folders[0], "step-0")
+        feed = client.feed(id="kept", **FEED, redundancy=2)
+        feed.put(prompts(0, 48))
+        body = {"prompt": "hello", "n": 2, **LONG, "max_tokens": 300}
+        beside = [others.submit(server.http.post, "/v1/completions", json=body)]
+        beside.append(others.submit(server.rollout, prompts=prompts(100, 3), group_size=2, redundancy=1))
+        seen = []
+        for step in range(6):
+            batch = feed.batch(key=f"batch-{step}")
+            seen += check(batch, step)
+            assert len(batch.groups) == BATCH
+            client.give_weights(folders[step % 2], f"step-{step + 1}", kv="keep" if step % 3 else "recompute")
+        assert beside[0].result().status_code == 200
+        assert [group["status"] for group in beside[1].result()["groups"]] == ["complete"] * 3
+        server.wait_until(lambda: bool(feed.refresh().num_complete))
+    os.killpg(server._process.pid, signal.SIGKILL)
+
+    server = start()
+    with closing(RolloutClient(server.url)) as client:
+        feed = client.feed(id="kept", **FEED, redundancy=2)
+        assert feed.batch(key="batch-5") == batch
+        assert (feed.info.version, feed.info.num_batches) == (6, 6)
+        client.give_weights(folders[1], "step-6")
+        for step in range(6, 12):
+            seen += check(feed.batch(), step)
+            client.give_weights(folders[step % 2], f"step-{step + 1}", kv="keep")
+        assert not feed.batch(drain=True).groups
+        assert sorted(seen) == sorted(each["id"] for each in prompts(0, 48))
+        feed.delete()
+        server.wait_until_idle()
+        assert server.http.get("/v1/engines").status_code == 200

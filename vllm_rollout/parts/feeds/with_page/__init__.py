@@ -1,0 +1,1 @@
+"""Feeds on the page. These files are there if both parts are."""
