@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +11,18 @@ import torch
 
 from benchmarks.asynchronous.sampler import Answer, Asked, Sampler, Weights
 from benchmarks.asynchronous.train import Graded
-from examples.grpo.loss import ALGORITHMS, Row, Update
-from examples.grpo.model import answer_logprobs, load, prompt_ids
+from examples.grpo.loss import ALGORITHMS, CORRECTIONS, Update
+from examples.grpo.model import load, prompt_ids
 from examples.grpo.task import Problem, describe, problems, reward
 from examples.grpo.train import CLIP_NORM, WARMUP_STEPS
 from vllm_rollout.answers import GroupAnswer, StoppedCandidate, Trajectory
 from vllm_rollout.kernel.http.answers import GroupRewards
 from vllm_rollout.rewards import advantages
-from vllm_rollout.training.off_policy import decoupled_loss, importance_weights
 from vllm_rollout.training.stream import StreamTrainer
 
 NUM_HELD_OUT, MICRO_TOKENS = 192, 8192
 TERMS = ALGORITHMS["dr_grpo"]
-
-
-class TruncatedUpdate(Update):
-    """An update with truncated importance sampling. Overrides: _backward."""
-
-    def _backward(self, rows: Sequence[Row]) -> None:
-        logprobs, mask = answer_logprobs(self.model, [r.prompt_ids for r in rows], [r.answer.token_ids for r in rows])
-        sampled = logprobs.detach().clone()
-        sampled[mask > 0] = sampled.new_tensor([p for row in rows for p in row.answer.logprobs or ()])
-        self.differences.append((logprobs.detach() - sampled)[mask > 0].abs())
-        its = logprobs.new_tensor([[row.advantage] for row in rows])
-        importance = importance_weights(logprobs.detach(), sampled, mask)
-        self.trainer.add_sum(decoupled_loss(logprobs, logprobs.detach(), its, importance).sum(), 0)
+TRUNCATED = replace(TERMS, correction=CORRECTIONS["tis"])
 
 
 class Policy:
@@ -61,7 +49,7 @@ class Policy:
     def learn(self, groups: Sequence[Graded], *, truncates: bool = False) -> dict[str, Any]:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.lr * min(1, (self.num_updates + 1) / WARMUP_STEPS)
-        update = (TruncatedUpdate if truncates else Update)(self.trainer, self.model, TERMS, MICRO_TOKENS)
+        update = Update(self.trainer, self.model, TRUNCATED if truncates else TERMS, MICRO_TOKENS)
         update.add([answer_of(group) for group in groups])
         result = update.finish()
         self.num_updates += 1

@@ -123,7 +123,7 @@ class Training:
             elif self.batch:
                 self.seconds = max(self.seconds, self.batch.ends)
             if self.batch and self.seconds >= self.batch.ends:
-                yield from self._evaluations(self.batch.ends, limit_s)
+                yield from self._evaluations(min(self.batch.ends, limit_s), limit_s)
                 if self.batch.ends > limit_s:
                     return
                 yield self._learn(self.batch)

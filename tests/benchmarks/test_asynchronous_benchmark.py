@@ -33,8 +33,14 @@ GROUPS = [group for step in LENGTHS for group in step]
 PLAN = plan_of(WORLDS["quarter"], LENGTHS)
 
 
-def replayed(name, clock=None, limit_s=PLAN.limit_s / 4):
-    training = Training(ARMS[name], clock or clock_of(ARMS[name], PLAN, LENGTHS), Lengths(drawn(GROUPS)), NoPolicy())
+def clock_at(name, share=0.25):
+    """The arm's clock with this share of the devices."""
+    arm = ARMS[name]
+    return PLAN.clock.split(share) if arm.splits_devices else clock_of(arm, PLAN, LENGTHS)
+
+
+def replayed(name, limit_s=PLAN.limit_s / 4):
+    training = Training(ARMS[name], clock_at(name), Lengths(drawn(GROUPS)), NoPolicy())
     return training, list(training.go(limit_s))
 
 
@@ -126,7 +132,6 @@ def test_one_step_off_trains_on_whole_batches_of_the_weights_before():
     _, lines = replayed("off")
     steps = [line for line in lines if line["kind"] == "step"]
     assert {step["staleness"] for step in steps[1:]} == {1.0}
-    assert all(step["token_staleness"] == 1.0 for step in steps[1:])
 
 
 def test_nothing_is_faster_than_the_bound_without_a_race():
@@ -147,7 +152,7 @@ def test_kv_that_is_computed_again_costs_seconds():
     assert clock.update_s(0) == 1.0
     assert clock.update_s(1000) == pytest.approx(1.0 + 1000 * 16 * 5e-6 / 0.5)
     kept, again = (
-        replayed(name, clock_of(ARMS["stale2"], PLAN, LENGTHS))[1] for name in ("stale2", "stale2-recompute")
+        replayed(name)[1] for name in ("stale2", "stale2-recompute")
     )
     assert again[-1]["step"] < kept[-1]["step"]
     assert again[-1]["recomputed"] > 0
@@ -180,20 +185,20 @@ def small(tmp_path, monkeypatch):
     return str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("name", ["race-taught", "stale2-recompute", "stale2-truncated"])
+@pytest.mark.parametrize("name", ["race-taught", "off", "stale2-recompute", "stale2-truncated"])
 def test_a_run_learns_and_is_reported(small, tmp_path, name):
     arm, world = ARMS[name], tmp_path / "quarter"
     world.mkdir()
-    clock = PLAN.clock.split(0.5) if arm.splits_devices else PLAN.clock
-    last = train(arm, clock, 60.0, small, 3, world / f"{name}-3.jsonl")
+    last = train(arm, clock_at(name), 30.0, small, 3, world / f"{name}-3.jsonl")
     assert is_done(world / f"{name}-3.jsonl")
     (row,) = report.rows_of(tmp_path / "quarter", 0)
     assert (row["arm"], row["seeds"], row["steps"]) == (name, [3], last["step"])
-    assert row["runs"][0]["over_time"]["seconds"][-1] == 60.0
+    assert row["runs"][0]["over_time"]["seconds"][-1] == 30.0
     lines = [json.loads(line) for line in (world / f"{name}-3.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     assert any(step["gradient_norm"] > 0 for step in steps)
-    assert steps[0]["difference"] < (1e-4 if not arm.splits_devices else 1)
+    assert steps[0]["difference"] < 1e-4  # no weights have changed
+    assert steps[-1]["token_staleness"] == steps[-1]["staleness"] or not arm.in_batches
     text = report.tables({"worlds": {"quarter": [row]}})
     assert f"| {arm.title} | 1 |" in text
 
@@ -229,7 +234,8 @@ def test_a_gain_is_of_pairs_of_seeds(tmp_path):
     waiting = {run["seed"]: run for run in waits}
     rows = [report.row_of(waits, waiting, 0), report.row_of(races, waiting, 0)]
     assert [row["to_0.6"]["seconds"] for row in rows] == [pytest.approx(150), pytest.approx(50)]
-    assert (rows[1]["to_0.6"]["gain"], rows[1]["to_0.6"]["num"], rows[1]["to_0.6"]["num_pairs"]) == (3, 3, 3)
+    assert rows[1]["to_0.6"]["gain"] == pytest.approx(3)
+    assert (rows[1]["to_0.6"]["num"], rows[1]["to_0.6"]["num_pairs"]) == (3, 3)
     slow = report.row_of([run_of("race12", seed, [0.4, 0.4, 0.4]) for seed in (1, 2, 3)], waiting, 0)
     assert (slow["to_0.6"]["seconds"], slow["to_0.6"]["gain"]) == (None, 0)
     report.draw({"worlds": {"quarter": [*rows, slow]}}, tmp_path / "it.png")
