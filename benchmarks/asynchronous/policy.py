@@ -20,7 +20,7 @@ from vllm_rollout.kernel.http.answers import GroupRewards
 from vllm_rollout.rewards import advantages
 from vllm_rollout.training.stream import StreamTrainer
 
-NUM_HELD_OUT, MICRO_TOKENS = 192, 8192
+NUM_HELD_OUT, MICRO_TOKENS = 192, 2048
 TERMS = ALGORITHMS["dr_grpo"]
 TRUNCATED = replace(TERMS, correction=CORRECTIONS["tis"])
 

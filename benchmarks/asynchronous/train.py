@@ -23,7 +23,7 @@ from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup
 
-NUM_EVALUATIONS = 20
+NUM_EVALUATIONS = 16
 
 
 class Rollouts(Protocol):
