@@ -44,6 +44,15 @@ def replayed(name, limit_s=PLAN.limit_s / 4):
     return training, list(training.go(limit_s))
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads are several times slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def models():
     """Two models without training, whose next tokens are far from uniform."""
@@ -177,7 +186,7 @@ def test_the_most_different_answers_are_half_right(rewards, expected):
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """A policy that was not trained, and answers of at most twelve tokens, right if they have an even one at the end."""
+    """A policy that was not trained. An answer has at most twelve tokens, and is right if the last one is even."""
     save(new_model(0), new_tokenizer(), tmp_path / "model")
     monkeypatch.setattr(policy, "NUM_HELD_OUT", 4)
     monkeypatch.setattr(policy.Policy, "reward", lambda self, problem, answer: float(answer.token_ids[-1] % 2 == 0))
@@ -185,15 +194,15 @@ def small(tmp_path, monkeypatch):
     return str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("name", ["race-taught", "off", "stale2-recompute", "stale2-truncated"])
+@pytest.mark.parametrize("name", ["race-taught", "off", "stale2-recompute"])
 def test_a_run_learns_and_is_reported(small, tmp_path, name):
     arm, world = ARMS[name], tmp_path / "quarter"
     world.mkdir()
-    last = train(arm, clock_at(name), 9.0, small, 3, world / f"{name}-3.jsonl")
+    last = train(arm, clock_at(name), 20.0, small, 3, world / f"{name}-3.jsonl")
     assert is_done(world / f"{name}-3.jsonl")
     (row,) = report.rows_of(tmp_path / "quarter", 0)
     assert (row["arm"], row["seeds"], row["steps"]) == (name, [3], last["step"])
-    assert row["runs"][0]["over_time"]["seconds"][-1] == 9.0
+    assert row["runs"][0]["over_time"]["seconds"][-1] == 20.0
     lines = [json.loads(line) for line in (world / f"{name}-3.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     assert any(step["gradient_norm"] > 0 for step in steps)
@@ -203,7 +212,8 @@ def test_a_run_learns_and_is_reported(small, tmp_path, name):
     assert f"| {arm.title} | 1 |" in text
 
 
-def test_a_completed_run_is_not_repeated(small, tmp_path, capsys):
+def test_a_completed_run_is_not_repeated(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pilot, "PILOT_STEPS", 2)  # or it lasts longer
     arguments = Namespace(folder=tmp_path, model=small, arms=["wait"], seeds=[1])
     lengths = [[[4] * 16] * BATCH] * 3
     assert plan_of(WORLDS["quarter"], lengths).limit_s > 0
