@@ -27,8 +27,6 @@ class Arm:
     """Train on GROUP_SIZE answers of each group, those whose rewards differ most. Source: PODS (arXiv 2504.13818)."""
     truncates: bool = False
     """Truncated importance sampling in place of PPO's clipping."""
-    is_bound: bool = False
-    """No bubble and no staleness: seconds are the work over the devices."""
 
     @property
     def feed(self) -> FeedTerms:
@@ -60,12 +58,11 @@ def most_different(arm: Arm) -> Arm:
 ARMS = {
     "wait": WAIT,
     "race": Arm("race 8 of 16", race(16)),
-    "off": OFF,
     "stale1": STALE[1],
-    "stale2": STALE[2],
     "off-race": raced(OFF, 16),
     "stale2-race12": raced(STALE[2], 12),
-    "bound": Arm("bound: work over devices", is_bound=True),
+    "stale2": STALE[2],
+    "off": OFF,
     "race10": Arm("race 8 of 10", race(10)),
     "race12": Arm("race 8 of 12", race(12)),
     "stale1-race12": raced(STALE[1], 12),
@@ -88,4 +85,4 @@ ARMS = {
     "stale8": STALE[8],
     "stale8-race12": raced(STALE[8], 12),
 }
-"""The first eight are the main arms."""
+"""The first seven are the main arms."""

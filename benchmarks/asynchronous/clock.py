@@ -54,27 +54,26 @@ class Clock:
     rollout_share: float = 1.0
     training_share: float = 1.0
     """Shares of the devices. Both are 1 if the devices alternate between rollouts and training."""
-    is_packed: bool = False
-    """True for the bound: SLOTS candidates share each step, and weights are transferred in no time."""
 
     def split(self, rollout_share: float) -> Clock:
         """The clock of devices that do not alternate."""
         return Clock(self.world, self.trained_tokens_s, rollout_share, 1 - rollout_share)
 
-    def packed(self) -> Clock:
-        return Clock(self.world, self.trained_tokens_s, is_packed=True)
-
     def rollout_s(self, num_running: int, num_context: int) -> float:
         """Seconds in which each running candidate gets a sampled token. `num_context`: sampled tokens of context."""
         world = self.world
-        step = world.step_s * (num_running / SLOTS if self.is_packed else 1)
         work = num_running * world.candidate_s + num_context * world.scale * CONTEXT_S
-        return world.scale * (step + work / self.rollout_share)
+        return world.scale * (world.step_s + work / self.rollout_share)
+
+    def work_s(self, num_running: int, num_context: int) -> float:
+        """Seconds of all devices for the same tokens, if SLOTS candidates shared each step."""
+        world = self.world
+        candidate_s = world.step_s / SLOTS + world.candidate_s
+        return world.scale * (num_running * candidate_s + num_context * world.scale * CONTEXT_S)
 
     def training_s(self, num_tokens: int) -> float:
         return num_tokens * self.world.scale / (self.trained_tokens_s * self.training_share)
 
     def update_s(self, num_recomputed: int) -> float:
         """Seconds of a weights update. `num_recomputed`: sampled tokens whose KV is computed again."""
-        transfer = 0.0 if self.is_packed else self.world.transfer_s
-        return transfer + num_recomputed * self.world.scale * PREFILL_S / self.rollout_share
+        return self.world.transfer_s + num_recomputed * self.world.scale * PREFILL_S / self.rollout_share

@@ -161,8 +161,6 @@ def plan_of(world: World, lengths: Sequence[Sequence[Sequence[int]]]) -> Plan:
 
 def clock_of(arm: Arm, plan: Plan, lengths: Sequence[Sequence[Sequence[int]]]) -> Clock:
     """The arm's clock, with the share of devices that makes most updates."""
-    if arm.is_bound:
-        return plan.clock.packed()
     if not arm.splits_devices:
         return plan.clock
     speeds = {share: updates_s(arm, plan.clock.split(share), plan.limit_s, lengths) for share in SHARES}

@@ -27,7 +27,7 @@ from benchmarks.common import in_turn
 from benchmarks.time_to_reward.run import say_what_runs, whole_lines
 from examples.grpo.model import write_line
 
-MAIN_ARMS = list(ARMS)[:8]
+MAIN_ARMS = list(ARMS)[:7]
 
 
 def is_done(record: Path) -> bool:

@@ -47,10 +47,10 @@ class Asked(NamedTuple):
 
 
 class Layer(NamedTuple):
-    norm_in: Tensor
+    """Weights of a layer, [inputs, outputs]. Those of norms are in the weights after them."""
+
     qkv: Tensor
     out: Tensor
-    norm_mlp: Tensor
     gate_up: Tensor
     down: Tensor
 
@@ -60,39 +60,34 @@ class Weights:
 
     @torch.no_grad()
     def __init__(self, model: Any) -> None:
-        config, weights = model.config, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        config, its = model.config, model.state_dict()
         self.num_heads, self.head_size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
         self.epsilon = config.rms_norm_eps
-        self.embedding, self.norm, self.head = (
-            weights[f"{name}.weight"] for name in ("model.embed_tokens", "model.norm", "lm_head")
-        )
+        self.embedding = its["model.embed_tokens.weight"].clone()
+        self.head = (its["lm_head.weight"] * its["model.norm.weight"]).T.contiguous()
         self.layers = []
         for place in range(config.num_hidden_layers):
-            its = {name: weights[f"model.layers.{place}.{name}.weight"] for name in LINEARS}
-            qkv, gate_up = (torch.cat([its[name] for name in names]) for names in (LINEARS[1:4], LINEARS[6:8]))
-            self.layers.append(Layer(its[LINEARS[0]], qkv, its[LINEARS[4]], its[LINEARS[5]], gate_up, its[LINEARS[8]]))
+            norm_in, q, k, v, out, norm_mlp, gate, up, down = (
+                its[f"model.layers.{place}.{name}.weight"] for name in NAMES
+            )
+            found = (torch.cat([q, k, v]) * norm_in, out, torch.cat([gate, up]) * norm_mlp, down)
+            self.layers.append(Layer(*(each.T.contiguous() for each in found)))
         base = config.rope_parameters["rope_theta"]
         turns = 1 / base ** (torch.arange(0, self.head_size, 2).float() / self.head_size)
         angles = torch.outer(torch.arange(config.max_position_embeddings).float(), turns).repeat(1, 2)
         self.cos, self.sin = angles.cos(), angles.sin()
-
-    def projected(self, layer: Layer, hidden: Tensor, columns: Tensor) -> Tensor:
-        """Queries, keys and values, [3, rows, heads, head_size], of hidden rows at these columns."""
-        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.norm_in, self.epsilon)
-        qkv = F.linear(normed, layer.qkv).view(-1, 3, self.num_heads, self.head_size)
-        first, second = qkv[:, :2].chunk(2, -1)
-        turned = torch.cat([-second, first], -1)
-        qkv[:, :2] = qkv[:, :2] * self.cos[columns][:, None, None] + turned * self.sin[columns][:, None, None]
-        return qkv.transpose(0, 1)
+        self.sin[:, : self.head_size // 2] *= -1
 
     def after_attention(self, layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + F.linear(attended, layer.out)
-        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.norm_mlp, self.epsilon)
-        gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-        return hidden + F.linear(F.silu(gate) * up, layer.down)
+        hidden = torch.addmm(hidden, attended, layer.out)
+        gate, up = (self.normalized(hidden) @ layer.gate_up).chunk(2, -1)
+        return torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
+
+    def normalized(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, hidden.shape[-1:], eps=self.epsilon)
 
     def logprobs(self, hidden: Tensor) -> Tensor:
-        return F.linear(F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.epsilon), self.head).log_softmax(-1)
+        return (self.normalized(hidden) @ self.head).log_softmax(-1)
 
     def kv(self, ids: Tensor, pads: Tensor) -> Tensor:
         """Keys and values, [2, layers, rows, heads, columns, head_size], of whole rows. `pads`: padding of each row."""
@@ -102,15 +97,22 @@ class Weights:
         visible |= torch.eye(width, dtype=torch.bool)  # padding attends to itself, or its values are nan
         hidden, found = self.embedding[ids].flatten(0, 1), []
         for layer in self.layers:
-            qkv = self.projected(layer, hidden, columns.repeat(rows))
-            q, k, v = qkv.unflatten(1, (rows, width)).transpose(2, 3)
+            qkv = (self.normalized(hidden) @ layer.qkv).view(rows, width, 3, self.num_heads, self.head_size)
+            q, k, v = turned(qkv.permute(2, 0, 3, 1, 4), self.cos[:width], self.sin[:width])
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
             hidden = self.after_attention(layer, hidden, attended.transpose(1, 2).reshape(rows * width, -1))
             found.append(torch.stack([k, v]))
         return torch.stack(found, 1)
 
 
-LINEARS = (
+def turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries, keys and values, [3, ...], with the rotary embedding. `sin`: its first half is negative."""
+    qk = qkv[:2]
+    qkv[:2] = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
+    return qkv
+
+
+NAMES = (
     "input_layernorm",
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     "post_attention_layernorm",
@@ -133,7 +135,7 @@ class Wave:
         self.tokens = torch.zeros(len(self.names), MAX_TOKENS, dtype=torch.long)
         self.logprobs = torch.zeros(len(self.names), MAX_TOKENS)
         self.last = self.prompts[:, -1]
-        self._set_kv(weights.kv(ids[:, :-1], pads).repeat_interleave(counts, 2))
+        self.kv = weights.kv(ids[:, :-1], pads).repeat_interleave(counts, 2)
 
     @property
     def column(self) -> int:
@@ -144,21 +146,28 @@ class Wave:
         """Compute the KV of all tokens again by these weights."""
         self._shrink()
         ids = torch.cat([self.prompts, self.tokens[:, : len(self.versions)]], 1)
-        self._set_kv(weights.kv(ids[:, :-1], self.pads))
+        self.kv = weights.kv(ids[:, :-1], self.pads)
 
     def grow(self) -> None:
         """Make place for the next column."""
         if self.column == self.kv.shape[4]:
             self.kv = F.pad(self.kv, (0, 0, 0, BLOCK))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write a column of KV, and attend to it and all columns before: [rows, hidden_size]."""
-        rows, num_heads, size = q.shape
-        self.kv[0, layer, :, :, self.column], self.kv[1, layer, :, :, self.column] = k, v
-        keys, values = self.kv[:, layer, :, :, : self.column + 1].flatten(1, 2)
-        visible = self.visible[:, None, : self.column + 1].repeat_interleave(num_heads, 0)
-        scores = torch.baddbmm(visible, q.reshape(-1, 1, size), keys.transpose(1, 2), alpha=size**-0.5)
-        return (scores.softmax(-1) @ values).view(rows, -1)  # bmm: faster than torch's attention for one query
+    def attend(self, layer: int, qkv: Tensor, visible: Tensor) -> Tensor:
+        """Write a column of KV, and attend to it and all columns before: [rows, hidden_size].
+
+        qkv: [3, rows, heads, head_size]. visible: 0 or -inf, [rows * heads, 1, columns].
+        """
+        column, rows, size = self.column, qkv.shape[1], qkv.shape[3]
+        self.kv[:, layer, :, :, column] = qkv[1:]
+        keys, values = self.kv[:, layer, :, :, : column + 1].flatten(1, 2)
+        scores = torch.baddbmm(visible, qkv[0].reshape(-1, 1, size), keys.transpose(1, 2), alpha=size**-0.5)
+        return torch.bmm(scores.softmax(-1), values).view(rows, -1)  # faster than torch's attention for one query
+
+    def visible(self, num_heads: int) -> Tensor:
+        columns = torch.arange(self.column + 1)
+        padded = (columns < self.pads[:, None]).repeat_interleave(num_heads, 0)[:, None]
+        return torch.zeros(padded.shape).masked_fill_(padded, -torch.inf)
 
     def add(self, tokens: Tensor, logprobs: Tensor, version: int) -> None:
         place = len(self.versions)
@@ -181,15 +190,10 @@ class Wave:
     def _shrink(self) -> None:
         rows = [row for row, name in enumerate(self.names) if name is not None]
         self.names, kept = [self.names[row] for row in rows], torch.tensor(rows, dtype=torch.long)
-        self.prompts, self.pads, self.tokens, self.logprobs, self.last, self.visible = (
-            each[kept] for each in (self.prompts, self.pads, self.tokens, self.logprobs, self.last, self.visible)
+        self.prompts, self.pads, self.tokens, self.logprobs, self.last = (
+            each[kept] for each in (self.prompts, self.pads, self.tokens, self.logprobs, self.last)
         )
         self.kv = self.kv[:, :, kept]
-
-    def _set_kv(self, kv: Tensor) -> None:
-        self.kv = F.pad(kv, (0, 0, 0, BLOCK))
-        columns = torch.arange(self.prompts.shape[1] + MAX_TOKENS)
-        self.visible = torch.zeros(len(self.names), len(columns)).masked_fill(columns < self.pads[:, None], -torch.inf)
 
 
 class Sampler:
@@ -255,12 +259,14 @@ class Sampler:
         for wave in self.waves:
             wave.grow()
         columns = torch.tensor([wave.column for wave in self.waves]).repeat_interleave(torch.tensor(sizes))
+        cos, sin = (each[columns][:, None] for each in (weights.cos, weights.sin))
+        visible = [wave.visible(weights.num_heads) for wave in self.waves]
         hidden = weights.embedding[torch.cat([wave.last for wave in self.waves])]
         for place, layer in enumerate(weights.layers):
-            attended = list[Tensor]()
-            for wave, (q, k, v) in zip(
-                self.waves, weights.projected(layer, hidden, columns).split(sizes, 1), strict=True
-            ):
-                attended.append(wave.attend(place, q, k, v))
+            qkv = (weights.normalized(hidden) @ layer.qkv).view(-1, 3, weights.num_heads, weights.head_size)
+            pieces = turned(qkv.transpose(0, 1), cos, sin).split(sizes, 1)
+            attended = [
+                wave.attend(place, piece, mask) for wave, piece, mask in zip(self.waves, pieces, visible, strict=True)
+            ]
             hidden = weights.after_attention(layer, hidden, torch.cat(attended))
         return hidden

@@ -23,7 +23,8 @@ from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup
 
-NUM_EVALUATIONS = 16
+MOMENTS = (0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 7 / 16, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1)
+"""Shares of a run after which the policy is evaluated."""
 
 
 class Rollouts(Protocol):
@@ -110,7 +111,10 @@ class Training:
         """Number of updates before the newest evaluation, and its values."""
         self.num_evaluations = 0
         self.totals = Counter[str]()
-        """Tokens that were generated, trained and computed again, seconds of rollout and training, dropped groups."""
+        """Tokens that were generated, trained and computed again, dropped groups, seconds of rollout and training.
+
+        `work_s`: seconds of all devices for the rollouts, if their steps were full.
+        """
 
     def go(self, limit_s: float) -> Iterator[dict[str, Any]]:
         """Run until `limit_s`. Yields a line per update and per evaluation, in the order of their seconds."""
@@ -171,8 +175,9 @@ class Training:
 
     def _roll_out(self) -> None:
         """Run a step of the engine, and let the rules decide on the groups of answers that ended."""
-        seconds = self.clock.rollout_s(self.rollouts.num_running, self.rollouts.num_context)
-        self.totals.update({"generated": self.rollouts.num_running, "rollout_s": seconds})
+        size = self.rollouts.num_running, self.rollouts.num_context
+        seconds = self.clock.rollout_s(*size)
+        self.totals.update({"generated": size[0], "rollout_s": seconds, "work_s": self.clock.work_s(*size)})
         self.seconds += seconds
         self.num_steps += 1
         changed = set[int]()
@@ -227,8 +232,8 @@ class Training:
         self.totals["dropped"] += len(expired)
 
     def _evaluations(self, until: float, limit_s: float) -> Iterator[dict[str, Any]]:
-        """Evaluations at the moments up to `until`: NUM_EVALUATIONS of them at equal distances, after the first."""
-        while (moment := self.num_evaluations * limit_s / NUM_EVALUATIONS) <= until:
+        """Evaluations at the moments up to `until`, in seconds."""
+        while self.num_evaluations < len(MOMENTS) and (moment := MOMENTS[self.num_evaluations] * limit_s) <= until:
             if self.evaluated[0] != self.num_updates:
                 self.evaluated = self.num_updates, self.learner.evaluate()
             self.num_evaluations += 1
