@@ -6,6 +6,8 @@
 - Seconds to a goal are interpolated between evaluations. A run that did not reach it counts as infinitely late.
 - A gain is the median over seeds of the ratio to waiting with the same seed, with a 90 % bootstrap interval.
 - Success at the end is the mean of a run's last END evaluations.
+- The bound has neither bubbles nor staleness. It learns as waiting does, and its seconds are the work over the devices:
+  steps of the engine that are always full, training, and no transfer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 from benchmarks.asynchronous.arms import ARMS
 from benchmarks.asynchronous.clock import WORLDS
 from benchmarks.asynchronous.run import MAIN_ARMS
-from benchmarks.common import ROOT, arguments_of, publish, record_of_run
+from benchmarks.common import ROOT, arguments_of, median_of_known, publish, record_of_run
 from benchmarks.tables import Row, bars, columns, number, picture
 from benchmarks.time_to_reward.report import finite, interval
 from benchmarks.time_to_reward.run import whole_lines
@@ -30,6 +32,9 @@ GOALS = (0.6, 0.7)
 END = 3
 OVER_TIME = ("seconds", "step", "generated", "success", "easy", "hard", "length", "p99")
 """Values of each evaluation: seconds, updates, sampled tokens, success and lengths of held-out problems."""
+BOUND = "bound"
+TITLES = {**{arm: its.title for arm, its in ARMS.items()}, BOUND: "bound: work over devices"}
+PICTURED = (*MAIN_ARMS, BOUND)
 OF_STEPS = ("staleness", "token_staleness", "reward", "difference")
 """Means over all updates: updates between a group's start and its batch, and between a token and its batch."""
 
@@ -63,6 +68,18 @@ def run_of(record: Path) -> dict[str, Any] | None:
     }
 
 
+def bound_of(record: Path) -> dict[str, Any] | None:
+    """The bound from a run of waiting. It ends early, after the updates of that run."""
+    if (run := run_of(record)) is None:
+        return None
+    steps = [line for line in whole_lines(record) if line["kind"] == "step"]
+    seconds = [0.0, *(line["work_s"] + line["training_s"] for line in steps)]
+    over_time = {**run["over_time"], "seconds": [round(seconds[step], 1) for step in run["over_time"]["step"]]}
+    goals = {f"to_{goal}": finite(seconds_to(goal, over_time)) for goal in GOALS}
+    its = {**run, "arm": BOUND, "limit_s": seconds[-1], **dict.fromkeys(("end", "end_hard", "end_p99")), **goals}
+    return {**its, "over_time": over_time}
+
+
 def seconds_to(goal: float, over_time: Mapping[str, Sequence[float]]) -> float:
     """Seconds until success first reached the goal. Infinite if it never did."""
     points = zip(over_time["seconds"], over_time["success"], strict=True)
@@ -75,12 +92,12 @@ def seconds_to(goal: float, over_time: Mapping[str, Sequence[float]]) -> float:
 def row_of(runs: Sequence[dict[str, Any]], waiting: Mapping[int, dict[str, Any]], seed: int) -> dict[str, Any]:
     """The runs of an arm. `waiting`: runs of waiting by seed."""
     arm = runs[0]["arm"]
-    row = {"arm": arm, "title": ARMS[arm].title, "seeds": [run["seed"] for run in runs]}
+    row = {"arm": arm, "title": TITLES[arm], "seeds": [run["seed"] for run in runs]}
     for key in ("rollout_share", "end", "end_hard", "end_p99", "steps", "generated", *OF_STEPS[:2], "dropped"):
-        row[key] = median(run[key] for run in runs)
+        row[key] = median_of_known(run[key] for run in runs)
     row["max_staleness"] = max(run["max_staleness"] for run in runs)
     row["step_s"] = median(run["limit_s"] / max(1, run["steps"]) for run in runs)
-    row["end_interval"] = interval([run["end"] for run in runs], seed)
+    row["end_interval"] = None if arm == BOUND else interval([run["end"] for run in runs], seed)
     for key in (f"to_{goal}" for goal in GOALS):
         seconds = [inf if run[key] is None else run[key] for run in runs]
         pairs = [
@@ -101,11 +118,13 @@ def row_of(runs: Sequence[dict[str, Any]], waiting: Mapping[int, dict[str, Any]]
 
 
 def rows_of(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """A row per arm, in the order of ARMS."""
-    runs = [run for record in sorted(folder.glob("*.jsonl")) if (run := run_of(record)) is not None]
+    """A row per arm, in the order of TITLES."""
+    records = sorted(folder.glob("*.jsonl"))
+    found = [*map(run_of, records), *(bound_of(record) for record in records if record.stem.startswith("wait-"))]
+    runs = sorted((run for run in found if run is not None), key=lambda run: run["seed"])
     waiting = {run["seed"]: run for run in runs if run["arm"] == "wait"}
-    by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in ARMS}
-    return [row_of(sorted(its, key=lambda run: run["seed"]), waiting, seed) for its in by_arm.values() if its]
+    by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in TITLES}
+    return [row_of(its, waiting, seed) for its in by_arm.values() if its]
 
 
 def tables(record: Mapping[str, Any]) -> str:
@@ -152,14 +171,15 @@ def _ends(world: str, rows: Sequence[Row]) -> str:
 def draw(record: Mapping[str, Any], path: Path) -> None:
     """The first world: success over seconds of the main arms, and seconds to the first goal of all arms."""
     (world, rows), key = next(iter(record["worlds"].items())), f"to_{GOALS[0]}"
-    main = [row for row in rows if row["arm"] in MAIN_ARMS]
-    colors = {row["arm"]: f"C{MAIN_ARMS.index(row['arm'])}" if row in main else "C8" for row in rows}
+    main = [row for row in rows if row["arm"] in PICTURED]
+    colors = {row["arm"]: f"C{PICTURED.index(row['arm'])}" if row in main else "C8" for row in rows}
     with picture(path, figsize=(15, max(5.0, 0.32 * len(rows) + 1.5)), width_ratios=(1.1, 1), w_pad=2) as panels:
         for row in main:
             curves = [run["over_time"] for run in row["runs"]]
             means = [fmean(at) for at in zip(*(curve["success"] for curve in curves), strict=True)]
             label = f"{row['title']} ({len(curves)} seeds)"
-            panels[0].plot(curves[0]["seconds"], means, "o-", ms=3, color=colors[row["arm"]], label=label)
+            seconds = [fmean(at) for at in zip(*(curve["seconds"] for curve in curves), strict=True)]
+            panels[0].plot(seconds, means, "o-", ms=3, color=colors[row["arm"]], label=label)
         panels[0].set_xlabel("seconds at a GPU's ratios")
         panels[0].set_ylabel("held-out success, mean of seeds")
         panels[0].set_title(

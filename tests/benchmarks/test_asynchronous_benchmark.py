@@ -143,10 +143,18 @@ def test_one_step_off_trains_on_whole_batches_of_the_weights_before():
     assert {step["staleness"] for step in steps[1:]} == {1.0}
 
 
-def test_nothing_is_faster_than_the_bound_without_a_race():
-    seconds = {name: replayed(name)[1][-1]["step"] for name in ("wait", "off", "stale1", "stale8")}
-    assert max(seconds, key=seconds.get) == "bound"
-    assert min(seconds, key=seconds.get) == "wait"
+def test_the_bound_is_faster_than_any_arm_without_a_race(tmp_path):
+    _, lines = replayed("wait")
+    values = dict.fromkeys(("easy", "hard", "length", "p99", "difference"), 0.5)
+    waited = [line | values | {"success": line["seconds"] / lines[-1]["seconds"]} for line in lines]
+    start = {"kind": "start", "rollout_share": 1.0, "limit_s": lines[-1]["seconds"]}
+    record = tmp_path / "wait-1.jsonl"
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in [start, *waited, {"kind": "end"}]))
+    wait, bound = report.rows_of(tmp_path, 0)
+    assert (bound["arm"], bound["steps"], bound["end"]) == ("bound", wait["steps"], None)
+    assert bound["to_0.6"]["seconds"] < wait["to_0.6"]["seconds"]
+    updates = {name: replayed(name)[1][-1]["step"] / lines[-1]["seconds"] for name in ("off", "stale1", "stale8")}
+    assert 1 / bound["step_s"] > max(updates.values())
 
 
 def test_a_share_of_devices_is_the_fastest_one(monkeypatch):
