@@ -28,7 +28,7 @@ from benchmarks.asynchronous.train import Training
 from benchmarks.common import emulated_process, started, write_json
 from vllm_rollout import AsyncRolloutClient
 
-LONGER, NUM_ROLLOUTS, SPEED = 4, 3, 0.25
+LONGER, NUM_ROLLOUTS, SPEED = 4, 2, 0.2
 WORLD = replace(WORLDS["quarter"], scale=LONGER, transfer_s=0.0)
 MILLISECONDS = {"ms": WORLD.step_s, "ms_per_request": WORLD.candidate_s, "ms_per_context_token": CONTEXT_S}
 DEVICE = {"step": {name: 1e3 * seconds for name, seconds in MILLISECONDS.items()}, "kv_tokens": 4_000_000}

@@ -169,10 +169,15 @@ def clock_of(arm: Arm, plan: Plan, lengths: Sequence[Sequence[Sequence[int]]]) -
 
 def updates_s(arm: Arm, clock: Clock, limit_s: float, lengths: Sequence[Sequence[Sequence[int]]]) -> float:
     """Updates per second of a replay, in the mean over the phases of the pilot."""
-    size, speeds = len(lengths) // PHASES, []
+    return fmean(steps[-1]["step"] / steps[-1]["seconds"] for steps in replays(arm, clock, limit_s, lengths))
+
+
+def replays(
+    arm: Arm, clock: Clock, limit_s: float, lengths: Sequence[Sequence[Sequence[int]]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Lines of updates, for each phase of the pilot."""
+    size = len(lengths) // PHASES
     for phase in range(PHASES):
         groups = [group for step in lengths[phase * size : (phase + 1) * size] for group in step]
         lines = Training(arm, clock, Lengths(drawn(groups)), NoPolicy()).go(limit_s / PHASES)
-        *_, last = (line for line in lines if line["kind"] == "step")
-        speeds.append(last["step"] / last["seconds"])
-    return fmean(speeds)
+        yield [line for line in lines if line["kind"] == "step"]
