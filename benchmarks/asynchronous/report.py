@@ -24,7 +24,7 @@ from benchmarks.asynchronous.arms import ARMS
 from benchmarks.asynchronous.clock import WORLDS
 from benchmarks.asynchronous.run import MAIN_ARMS
 from benchmarks.common import ROOT, arguments_of, median_of_known, publish, record_of_run
-from benchmarks.tables import Row, bars, columns, number, picture
+from benchmarks.tables import Row, bars, columns, grid, number, picture
 from benchmarks.time_to_reward.report import finite, interval
 from benchmarks.time_to_reward.run import whole_lines
 
@@ -128,9 +128,8 @@ def rows_of(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def tables(record: Mapping[str, Any]) -> str:
-    return "\n\n".join(
-        text for world, rows in record["worlds"].items() for text in (_to_goals(world, rows), _ends(world, rows))
-    )
+    trained = [table(world, rows) for world, rows in record["worlds"].items() for table in (_to_goals, _ends)]
+    return "\n\n".join([*trained, *([_speeds(record["speeds"])] if record.get("speeds") else [])])
 
 
 def _ranged(value: float | None, ends: Sequence[float | None] | None, digits: int) -> str:
@@ -166,6 +165,23 @@ def _ends(world: str, rows: Sequence[Row]) -> str:
         "dropped": lambda row: number(float(row["dropped"]), 0),
         "devices that roll out": lambda row: number(row["rollout_share"], 2),
     })  # fmt: skip
+
+
+def _speeds(speeds: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """Seconds per update as multiples of the bound's, an arm per row and a world per column."""
+    header = [f"{world} ({its['wait']['bound_s']:.1f} s)" for world, its in speeds.items()]
+    rows = [
+        [
+            arm.title,
+            *(
+                number(its[name]["update_s"] / its["wait"]["bound_s"], 2) if name in its else "—"
+                for its in speeds.values()
+            ),
+        ]
+        for name, arm in ARMS.items()
+        if any(name in its for its in speeds.values())
+    ]
+    return grid("seconds per update over the bound's, lengths of the pilot", ["arm", *header], rows)
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
@@ -209,8 +225,9 @@ def main() -> None:
     record = record_of_run(seed=arguments.seed, workload={"trainings": __doc__})
     found = {world: rows_of(arguments.folder / world, arguments.seed) for world in WORLDS}
     record["worlds"] = {world: rows for world, rows in found.items() if rows}
-    check = arguments.folder / "check.json"
-    record["clock_against_emulated_server"] = json.loads(check.read_text()) if check.exists() else None
+    for name in ("check", "speeds"):
+        path = arguments.folder / f"{name}.json"
+        record[name] = json.loads(path.read_text()) if path.exists() else None
     record["about"] = json.loads((arguments.folder / "about.json").read_text())
     publish(arguments, record, tables, draw)
 
