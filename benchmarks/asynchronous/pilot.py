@@ -169,7 +169,8 @@ def clock_of(arm: Arm, plan: Plan, lengths: Sequence[Sequence[Sequence[int]]]) -
 
 def updates_s(arm: Arm, clock: Clock, limit_s: float, lengths: Sequence[Sequence[Sequence[int]]]) -> float:
     """Updates per second of a replay, in the mean over the phases of the pilot."""
-    return fmean(steps[-1]["step"] / steps[-1]["seconds"] for steps in replays(arm, clock, limit_s, lengths))
+    found = replays(arm, clock, limit_s, lengths)
+    return fmean(steps[-1]["step"] / steps[-1]["seconds"] if steps else 0.0 for steps in found)
 
 
 def replays(
