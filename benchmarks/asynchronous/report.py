@@ -4,7 +4,7 @@
 
 - All runs of a world end after the same seconds, and are evaluated at the same moments.
 - Seconds to a goal are interpolated between evaluations. A run that did not reach it counts as infinitely late.
-- A gain is the median over seeds of the ratio to waiting with the same seed, with a 90 % bootstrap interval.
+- A gain is the median over seeds of the ratio to another arm with the same seed, with a 90 % bootstrap interval.
 - Success at the end is the mean of a run's last END evaluations.
 - The bound has neither bubbles nor staleness. It learns as waiting does, and its seconds are the work over the devices:
   steps of the engine that are always full, training, and no transfer.
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.asynchronous.arms import ARMS
+from benchmarks.asynchronous.arms import ARMS, WAIT
 from benchmarks.asynchronous.clock import WORLDS
 from benchmarks.asynchronous.run import MAIN_ARMS
 from benchmarks.common import ROOT, arguments_of, median_of_known, publish, record_of_run
@@ -34,6 +34,9 @@ OVER_TIME = ("seconds", "step", "generated", "success", "easy", "hard", "length"
 """Values of each evaluation: seconds, updates, sampled tokens, success and lengths of held-out problems."""
 BOUND = "bound"
 TITLES = {**{arm: its.title for arm, its in ARMS.items()}, BOUND: "bound: work over devices"}
+KEYS = tuple(f"to_{goal}" for goal in GOALS)
+RIVALS = [name for name, arm in ARMS.items() if arm.splits_devices and arm.plan == WAIT.plan]
+"""Asynchronous arms without a race. The best one has most seeds, and of those the lowest median."""
 PICTURED = (*MAIN_ARMS, BOUND)
 OF_STEPS = ("staleness", "token_staleness", "reward", "difference")
 """Means over all updates: updates between a group's start and its batch, and between a token and its batch."""
@@ -56,7 +59,7 @@ def run_of(record: Path) -> dict[str, Any] | None:
         "seed": int(seed),
         "rollout_share": lines[0]["rollout_share"],
         "limit_s": lines[0]["limit_s"],
-        **{f"to_{goal}": finite(seconds_to(goal, over_time)) for goal in GOALS},
+        **goals_of(over_time),
         "end": fmean(over_time["success"][-END:]),
         "end_hard": fmean(over_time["hard"][-END:]),
         "end_p99": median(over_time["p99"][-END:]),
@@ -75,9 +78,12 @@ def bound_of(record: Path) -> dict[str, Any] | None:
     steps = [line for line in whole_lines(record) if line["kind"] == "step"]
     seconds = [0.0, *(line["work_s"] + line["training_s"] for line in steps)]
     over_time = {**run["over_time"], "seconds": [round(seconds[step], 1) for step in run["over_time"]["step"]]}
-    goals = {f"to_{goal}": finite(seconds_to(goal, over_time)) for goal in GOALS}
-    its = {**run, "arm": BOUND, "limit_s": seconds[-1], **dict.fromkeys(("end", "end_hard", "end_p99")), **goals}
-    return {**its, "over_time": over_time}
+    its = {**run, "arm": BOUND, "limit_s": seconds[-1], **dict.fromkeys(("end", "end_hard", "end_p99"))}
+    return {**its, **goals_of(over_time), "over_time": over_time}
+
+
+def goals_of(over_time: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    return {key: finite(seconds_to(goal, over_time)) for key, goal in zip(KEYS, GOALS, strict=True)}
 
 
 def seconds_to(goal: float, over_time: Mapping[str, Sequence[float]]) -> float:
@@ -89,8 +95,8 @@ def seconds_to(goal: float, over_time: Mapping[str, Sequence[float]]) -> float:
     return inf
 
 
-def row_of(runs: Sequence[dict[str, Any]], waiting: Mapping[int, dict[str, Any]], seed: int) -> dict[str, Any]:
-    """The runs of an arm. `waiting`: runs of waiting by seed."""
+def row_of(runs: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """The runs of an arm."""
     arm = runs[0]["arm"]
     row = {"arm": arm, "title": TITLES[arm], "seeds": [run["seed"] for run in runs]}
     for key in ("rollout_share", "end", "end_hard", "end_p99", "steps", "generated", *OF_STEPS[:2], "dropped"):
@@ -98,33 +104,37 @@ def row_of(runs: Sequence[dict[str, Any]], waiting: Mapping[int, dict[str, Any]]
     row["max_staleness"] = max(run["max_staleness"] for run in runs)
     row["step_s"] = median(run["limit_s"] / max(1, run["steps"]) for run in runs)
     row["end_interval"] = None if arm == BOUND else interval([run["end"] for run in runs], seed)
-    for key in (f"to_{goal}" for goal in GOALS):
-        seconds = [inf if run[key] is None else run[key] for run in runs]
-        pairs = [
-            (waiting[run["seed"]][key] or inf, its)
-            for run, its in zip(runs, seconds, strict=True)
-            if run["seed"] in waiting
-        ]
-        gains = [before / its for before, its in pairs if isfinite(before) or isfinite(its)]
-        row[key] = {
-            "num": sum(map(isfinite, seconds)),
-            "seconds": finite(median(seconds)),
-            "interval": interval(seconds, seed),
-            "gain": finite(median(gains)) if gains else None,
-            "gain_interval": interval(gains, seed),
-            "num_pairs": len(gains),
-        }
+    for key in KEYS:
+        seconds = [run[key] or inf for run in runs]
+        found = {"num": sum(map(isfinite, seconds)), "seconds": finite(median(seconds))}
+        row[key] = {**found, "interval": interval(seconds, seed)}
     return {**row, "runs": runs}
 
 
+def gain(row: Row, over: Row, key: str, seed: int) -> dict[str, Any]:
+    """Times by which a row's runs are sooner than the other row's runs of equal seeds."""
+    others = {run["seed"]: run[key] or inf for run in over["runs"]}
+    pairs = [(others[run["seed"]], run[key] or inf) for run in row["runs"] if run["seed"] in others]
+    gains = [other / own for other, own in pairs if isfinite(other) or isfinite(own)]
+    value = finite(median(gains)) if gains else None
+    return {"value": value, "interval": interval(gains, seed), "num": len(gains), "arm": over["arm"]}
+
+
 def rows_of(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """A row per arm, in the order of TITLES."""
+    """A row per arm, in the order of TITLES, with its gain over waiting and over the best asynchronous arm."""
     records = sorted(folder.glob("*.jsonl"))
     found = [*map(run_of, records), *(bound_of(record) for record in records if record.stem.startswith("wait-"))]
     runs = sorted((run for run in found if run is not None), key=lambda run: run["seed"])
-    waiting = {run["seed"]: run for run in runs if run["arm"] == "wait"}
     by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in TITLES}
-    return [row_of(its, waiting, seed) for its in by_arm.values() if its]
+    rows = [row_of(its, seed) for its in by_arm.values() if its]
+    for key in KEYS:
+        waiting = [row for row in rows if row["arm"] == "wait"]
+        rivals = [row for row in rows if row["arm"] in RIVALS]
+        best = sorted(rivals, key=lambda row: (-len(row["seeds"]), row[key]["seconds"] or inf))[:1]
+        for row in rows:
+            for name, over in (("gain", waiting), ("gain_over_best", best)):
+                row[key][name] = gain(row, over[0], key, seed) if over else None
+    return rows
 
 
 def tables(record: Mapping[str, Any]) -> str:
@@ -139,14 +149,19 @@ def _ranged(value: float | None, ends: Sequence[float | None] | None, digits: in
     return f"{number(value, digits)} ({low} to {high})"
 
 
+def _gain(found: Mapping[str, Any] | None) -> str:
+    return number(None) if found is None else _ranged(found["value"], found["interval"], 2)
+
+
 def _to_goals(world: str, rows: Sequence[Row]) -> str:
     cells = {"arm": lambda row: row["title"], "seeds": lambda row: str(len(row["seeds"]))}
-    for goal in GOALS:
-        key = f"to_{goal}"
+    for goal, key in zip(GOALS, KEYS, strict=True):
+        best = next((row[key]["gain_over_best"]["arm"] for row in rows if row[key]["gain_over_best"]), "none")
         cells |= {
             f"reached {goal:.2f}": lambda row, key=key: f"{row[key]['num']}",
             f"seconds to {goal:.2f}": lambda row, key=key: _ranged(row[key]["seconds"], row[key]["interval"], 0),
-            f"gain to {goal:.2f}": lambda row, key=key: _ranged(row[key]["gain"], row[key]["gain_interval"], 2),
+            f"over waiting, {goal:.2f}": lambda row, key=key: _gain(row[key]["gain"]),
+            f"over {best}, {goal:.2f}": lambda row, key=key: _gain(row[key]["gain_over_best"]),
         }
     return columns(f"{world}: seconds to a success, medians", rows, cells)
 
@@ -186,7 +201,7 @@ def _speeds(speeds: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
     """The first world: success over seconds of the main arms, and seconds to the first goal of all arms."""
-    (world, rows), key = next(iter(record["worlds"].items())), f"to_{GOALS[0]}"
+    (world, rows), key = next(iter(record["worlds"].items())), KEYS[0]
     main = [row for row in rows if row["arm"] in PICTURED]
     colors = {row["arm"]: f"C{PICTURED.index(row['arm'])}" if row in main else "C8" for row in rows}
     with picture(path, figsize=(15, max(5.0, 0.32 * len(rows) + 1.5)), width_ratios=(1.1, 1), w_pad=2) as panels:

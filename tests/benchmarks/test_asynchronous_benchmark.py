@@ -240,23 +240,22 @@ def test_a_pilot_is_run_once(small, tmp_path, monkeypatch):
 
 def run_of(arm, seed, success):
     over_time = {"seconds": [0.0, 100.0, 200.0], "success": success}
-    goals = {f"to_{goal}": report.finite(report.seconds_to(goal, over_time)) for goal in report.GOALS}
     others = ("end", "end_hard", "end_p99", "steps", "generated", "dropped", "rollout_share", *report.OF_STEPS)
     run = {"arm": arm, "seed": seed, "limit_s": 200.0, "max_staleness": 0, "over_time": over_time}
-    return {**run, **goals, **dict.fromkeys(others, 1.0)}
+    return {**run, **report.goals_of(over_time), **dict.fromkeys(others, 1.0)}
 
 
 def test_a_gain_is_of_pairs_of_seeds(tmp_path):
     waits = [run_of("wait", seed, [0.4, 0.5, 0.7]) for seed in (1, 2, 3)]
     races = [run_of("race", seed, [0.4, 0.8, 0.8]) for seed in (1, 2, 3)] + [run_of("race", 4, [0.4, 0.4, 0.4])]
-    waiting = {run["seed"]: run for run in waits}
-    rows = [report.row_of(waits, waiting, 0), report.row_of(races, waiting, 0)]
-    assert [row["to_0.6"]["seconds"] for row in rows] == [pytest.approx(150), pytest.approx(50)]
-    assert rows[1]["to_0.6"]["gain"] == pytest.approx(3)
-    assert (rows[1]["to_0.6"]["num"], rows[1]["to_0.6"]["num_pairs"]) == (3, 3)
-    slow = report.row_of([run_of("race12", seed, [0.4, 0.4, 0.4]) for seed in (1, 2, 3)], waiting, 0)
-    assert (slow["to_0.6"]["seconds"], slow["to_0.6"]["gain"]) == (None, 0)
-    report.draw({"worlds": {"quarter": [*rows, slow]}}, tmp_path / "it.png")
+    never = [run_of("race12", seed, [0.4, 0.4, 0.4]) for seed in (1, 2, 3)]
+    wait, race, slow = (report.row_of(runs, 0) for runs in (waits, races, never))
+    assert [row["to_0.6"]["seconds"] for row in (wait, race, slow)] == [pytest.approx(150), pytest.approx(50), None]
+    assert (race["to_0.6"]["num"], slow["to_0.6"]["num"]) == (3, 0)
+    assert report.gain(race, wait, "to_0.6", 0)["value"] == pytest.approx(3)
+    assert report.gain(race, wait, "to_0.6", 0)["num"] == 3
+    assert (report.gain(slow, wait, "to_0.6", 0)["value"], report.gain(slow, slow, "to_0.6", 0)["value"]) == (0, None)
+    report.draw({"worlds": {"quarter": [wait, race, slow]}}, tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 10_000
 
 
