@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import LONG, Server, serve_command
-from vllm_rollout import RolloutClient
+from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
 
 FLAGS = ["--max-model-len", "1024", "--max-num-seqs", "32", "--dtype", "float32"]
@@ -29,11 +29,13 @@ FEED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two models of one shape."""
-    other = shutil.copytree(tiny_model, tmp_path_factory.mktemp("weights") / "other")
-    (file,) = other.glob("*.safetensors")
-    save_file({name: each + 0.01 * torch.ones_like(each) for name, each in load_file(file).items()}, file)
-    return [tiny_model, str(other)]
+    """Models of one shape. The weights of the last one are not finite."""
+    copies = []
+    for shift in (0.01, torch.nan):
+        copies.append(shutil.copytree(tiny_model, tmp_path_factory.mktemp("weights") / "model"))
+        (file,) = copies[-1].glob("*.safetensors")
+        save_file({name: each + shift * torch.ones_like(each) for name, each in load_file(file).items()}, file)
+    return [tiny_model, *map(str, copies)]
 
 
 @pytest.fixture
@@ -65,10 +67,10 @@ def check(batch: FeedBatch, step: int) -> list[str]:
         assert group.staleness == step - group.born <= STALENESS
         assert group.born_version == f"step-{group.born}"
         for trajectory in group.trajectories:
-            spans = [int(span.version.removeprefix("step-")) for span in trajectory.weight_versions]
+            spans = [int(span["version"].removeprefix("step-")) for span in trajectory.weight_versions]
             assert spans == sorted(set(spans))
             assert group.born <= spans[0] <= spans[-1] <= step
-            assert trajectory.weight_versions[-1].end == trajectory.num_tokens == len(trajectory.logprobs)
+            assert trajectory.weight_versions[-1]["end"] == trajectory.num_tokens == len(trajectory.logprobs)
     return [group.prompt_id for group in batch.groups]
 
 
@@ -88,6 +90,7 @@ def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kil
             batch = feed.batch(key=f"batch-{step}")
             seen += check(batch, step)
             assert len(batch.groups) == BATCH
+            assert batch.max_staleness == min(step, STALENESS)  # places are always taken
             client.give_weights(folders[step % 2], f"step-{step + 1}", kv="keep" if step % 3 else "recompute")
         assert beside[0].result().status_code == 200
         assert [group["status"] for group in beside[1].result()["groups"]] == ["complete"] * 3
@@ -105,6 +108,14 @@ def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kil
             client.give_weights(folders[step % 2], f"step-{step + 1}", kv="keep")
         assert not feed.batch(drain=True).groups
         assert sorted(seen) == sorted(each["id"] for each in prompts(0, 48))
+        client.give_weights(folders[2], "step-13")
+        feed.put(prompts(200, 6))
+        with pytest.raises(RolloutError, match="weights with a new name"):
+            feed.batch(timeout_s=5)
+        client.give_weights(folders[0], "step-14")
+        batch = feed.batch()
+        assert (len(batch.groups), batch.failed) == (BATCH, [])
+        assert "NaN or infinite" in batch.warnings[0]
         feed.delete()
         server.wait_until_idle()
         assert server.http.get("/v1/engines").status_code == 200

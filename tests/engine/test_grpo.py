@@ -160,3 +160,25 @@ def test_what_does_not_fit_is_refused(tiny_model: str, server: Server, tmp_path:
     assert trained.progress.step == 0
     assert server.http.get("/weight_info").json() == version
     assert os.listdir(tmp_path / "run") == ["weights"]
+
+
+def test_a_feed_trains_on_older_groups_and_a_trainer_that_was_killed_goes_on(
+    tiny_model: str, server: Server, tmp_path: Path
+) -> None:
+    output = tmp_path / "fed" / "run"
+    flags = ("--feed", "--max-staleness", "1", "--correct", "tis", "--race", "--steps", "5")
+    args = words(tiny_model, output, server.url, *flags)
+    record, checkpoint = output / "record.jsonl", output / "checkpoint.pt"
+    process = start(args)
+    kill_when(process, lambda: record.exists() and record.read_text().count('"kind": "step"') == 2)
+    saved = torch.load(checkpoint, weights_only=False)["progress"]
+    assert start(args).wait(TIMEOUT_S) == 0
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert {0, 3, 4} <= {line["step"] for line in steps} <= set(range(5))
+    assert {age for line in steps[-2:] for age in line["staleness"]} <= {0, 1}
+    assert 1 in steps[-1]["staleness"]
+    assert all(0 < line["ess_share"] <= 1 for line in steps)
+    feed = server.http.get(f"/v1/feeds/{saved['feed']}").json()
+    assert (feed["num_batches"], feed["totals"]["num_dropped"]) == (5, 0)
+    server.http.delete(f"/v1/feeds/{saved['feed']}").raise_for_status()

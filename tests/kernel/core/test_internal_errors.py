@@ -11,8 +11,8 @@ from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request
 from tests.support.steps import judge_of, races_of
 from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
-from vllm_rollout.kernel.worker.observing import NOT_FINITE
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing

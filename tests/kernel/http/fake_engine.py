@@ -115,6 +115,8 @@ class FakeEngine:
     """Number of tokens of a candidate, by index, in place of a random one."""
     failures: Mapping[int, int] = field(default_factory=dict)
     """Candidate index -> tokens after which it fails."""
+    error: str | None = None
+    """Error of candidates that fail."""
     losses: dict[str, int] = field(default_factory=dict)
     """Prompt id -> the step of its group at which its rank dies, once."""
     dies_at_step: int | None = None
@@ -416,6 +418,7 @@ class FakeEngine:
             final=None if judged(group) is None else judged(group).finals.get(candidate.index),
             is_replaced=group.is_replaced(candidate.index),
             group_lost=is_lost(group),
+            error=self.error if state == "failed" else None,
         )
 
     def _tokenize(self, prompt: PromptInput) -> list[int]:

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
+from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
 
 TERMS = {"group_size": 2, "batch": 3, "max_staleness": 1, "sampling_params": {"seed": 3}}
@@ -284,6 +285,24 @@ async def test_a_group_that_the_engine_cannot_take_starts_again(http, engine, mo
     await asyncio.sleep(0.05)
     engine.dies_at_step = None
     assert ids(await take(http)) == ["q0"]
+
+
+async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engine) -> None:
+    engine.weight_version = "good"
+    await make(http, batch=2)
+    engine.failures = {0: 1, 1: 1}
+    engine.error = NOT_FINITE
+    await put(http, 0, 9)
+    error = await take(http, 504, timeout_s=0.2)
+    assert "weights with a new name" in error["message"]
+    assert (await look(http))["num_waiting"] == 9
+    engine.failures = {}
+    update(app, engine, "better")
+    batch = await take(http)
+    assert (ids(batch), batch["failed"]) == (["q0", "q1"], [])
+    assert "NaN or infinite" in batch["warnings"][0]
+    update(app, engine, "best")
+    assert [len((await take(http, drain=True))["groups"]) for _ in range(2)] == [2, 2]
 
 
 async def test_older_groups_have_a_lower_priority_number(app, http, engine) -> None:

@@ -17,6 +17,9 @@ STOP_STATES: tuple[StopState, ...] = get_args(StopState)
 EndReason = Literal["stop", "length", "failed"]
 """Cause of an end without a verdict: ended by itself, cut at `max_tokens`, or lost (error, client abort)."""
 
+NOT_FINITE = "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype."
+"""Error of candidates whose tokens would be random."""
+
 GroupStatus = Literal["complete", "incomplete", "deferred"]
 """`deferred`: the group is not wanted now, whether it was complete or not."""
 

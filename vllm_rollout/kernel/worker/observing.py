@@ -14,13 +14,11 @@ from vllm.v1.engine import EngineCoreRequest
 
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.names import learned_name
+from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.wire import CandidateTag
 
 logger = init_logger("vllm.vllm_rollout")
-
-NOT_FINITE = "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype."
-"""Reason for failing candidates whose tokens would be random."""
 
 
 class Observing:

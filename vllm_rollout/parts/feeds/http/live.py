@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ from vllm_rollout.kernel.http.clients import act_for
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.protocol import Prompt
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.answers import FailedPrompt
 from vllm_rollout.parts.feeds.http.body import FeedRequest
 from vllm_rollout.parts.feeds.http.kept import Kept
@@ -71,6 +73,8 @@ class LiveFeed:
         self.kept = kept
         self.is_held = False
         """True after a restart until weights are named. They may not be those of the feed before."""
+        self.bad_version = -1
+        """Version whose logits were not finite. No group starts under it."""
         self.rule = Feed(request.terms)
         self.versions = Versions(version)
         self.meter = BiasMeter()
@@ -205,7 +209,7 @@ class LiveFeed:
 
     def _admit(self) -> None:
         """Start as many groups as there is room for."""
-        while self.waiting and self.rule.capacity and not self.is_held:
+        while self.waiting and self.rule.capacity and not self.is_held and self.bad_version != self.rule.version:
             number = self.rule.admit()
             waiting = self.waiting.popleft()
             group = FeedRollout(
@@ -237,10 +241,17 @@ class LiveFeed:
         if number not in self.rule.running:  # it was dropped at its very end
             return
         self.generated_tokens += group.usage.generated_tokens
+        name, is_complete = group.prompt.id or "", group.event is not None and group.event.status == "complete"
+        if group.saw_bad_weights and not is_complete:
+            self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
+            self.wasted_tokens += group.usage.generated_tokens
+            if group.born == self.rule.version:  # others may have KV of earlier weights
+                self.bad_version = group.born
+            self._again(number)
+            return
         for warning in group.warnings:
             self._warn(warning)
-        name = group.prompt.id or ""
-        if group.event is None or group.event.status != "complete":
+        if not is_complete:
             reason = reason or (group.event and group.event.reason) or "its candidates were stopped."
             self.since.failed.append(FailedPrompt(prompt_id=name, reason=reason))
             self._gave_up(number, "failed")
@@ -258,11 +269,11 @@ class LiveFeed:
         del self._tasks[number]
 
     def _again(self, number: int) -> None:
-        """Put the prompt of a group that could not start before all others."""
+        """Let the prompt of a group wait again, in its turn."""
         if number in self.rule.running:
             self.rule.gave_up(number)
             group = self.groups.pop(number)
-            self.waiting.appendleft(waiting_prompt(group.turn, group.prompt))
+            insort(self.waiting, waiting_prompt(group.turn, group.prompt), key=lambda each: each.turn)
             self._admit()
 
     def _gave_up(self, number: int, fate: Fate) -> None:

@@ -16,6 +16,7 @@ from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, RolloutPa
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.rules.bias import GroupSize
 
 
@@ -43,6 +44,8 @@ class FeedRollout:
     """Candidates that have ended."""
     num_tokens: int = 0
     """Tokens of candidates that have ended."""
+    saw_bad_weights: bool = False
+    """True if a candidate failed because logits were not finite."""
 
     @property
     def size(self) -> GroupSize:
@@ -97,6 +100,7 @@ class _GroupLengths(GroupPart):
     def ended(self, end: CandidateEnd) -> None:
         self._rollout.num_ended += 1
         self._rollout.num_tokens += end.ending.num_tokens
+        self._rollout.saw_bad_weights |= end.error == NOT_FINITE
 
     def restarted(self) -> None:
         self._rollout.num_ended = self._rollout.num_tokens = 0
