@@ -356,7 +356,7 @@ README: Sequence[Quoted] = (
     Quoted("learning to a success rate of 0.60", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'race').split()[0]} {len(arm(it, 'race')['seeds'])} "
                       f"{sooner(it, 'race', 'long is right').split()[0]}"),
-    Quoted("one step off with a race, to a success rate of 0.60", "asynchronous training without a race", "asynchronous",
+    Quoted("one step off with a race", "asynchronous training without a race", "asynchronous",
            lambda it: f"{clocked(it, 'off-race')['to_0.6']['gain_over_best']['value']:.1f} "
                       f"{clocked(it, 'off-race')['to_0.6']['gain_over_best']['num']}"),
     Quoted("rounds with a batched tail", "waiting for all", ("rounds_emulated", "rounds_emulated_earlier"),

@@ -64,14 +64,18 @@ def train_all(arguments: argparse.Namespace, world: str, lengths: Sequence[Any])
     plan, folder, clocks = plan_of(WORLDS[world], lengths), arguments.folder / world, dict[str, Clock]()
     folder.mkdir(exist_ok=True)
     turns = [(name, seed) for place, seed in enumerate(arguments.seeds) for name in in_turn(arguments.arms, place)]
-    turns = [(name, seed) for name, seed in turns if not is_done(folder / f"{name}-{seed}.jsonl")]
-    began = time.monotonic()
+    began, num_trained = time.monotonic(), 0
     for place, (name, seed) in enumerate(turns):
+        record = folder / f"{name}-{seed}.jsonl"
+        if is_done(record):  # also by another process, meanwhile
+            continue
         clock = clocks[name] = clocks.get(name) or clock_of(ARMS[name], plan, lengths)
-        last = train(ARMS[name], clock, plan.limit_s, arguments.model, seed, folder / f"{name}-{seed}.jsonl")
-        minutes = (time.monotonic() - began) / 60 / (place + 1) * (len(turns) - place - 1)
+        last = train(ARMS[name], clock, plan.limit_s, arguments.model, seed, record)
+        num_trained += 1
+        num_left = sum(not is_done(folder / f"{name}-{seed}.jsonl") for name, seed in turns[place + 1 :])
+        minutes = (time.monotonic() - began) / 60 / num_trained * num_left
         shown = f"success {last['success']:.3f} after {last['step']} steps and {last['seconds']:.0f} s"
-        print(f"{world}: {name}-{seed}: {shown}. {place + 1} of {len(turns)}, {minutes:.0f} min left", flush=True)
+        print(f"{world}: {name}-{seed}: {shown}. {num_left} left, {minutes:.0f} minutes", flush=True)
 
 
 if __name__ == "__main__":
