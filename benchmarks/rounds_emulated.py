@@ -34,8 +34,8 @@ from benchmarks.emulated import (
 from benchmarks.rollpacker import MESSAGE_S
 from benchmarks.tables import columns, number, percent
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.kernel.rules.types import RoundKind
 from vllm_rollout.parts.emulation.step_log import Summary, read_steps
+from vllm_rollout.parts.rounds.rules.fields import RoundKind
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 from vllm_rollout.parts.rounds.with_shaping.simulated.data import RunConditions
 from vllm_rollout.parts.rounds.with_shaping.simulated.replay import replay_run

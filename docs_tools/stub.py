@@ -1,4 +1,5 @@
-"""Types of the names that `vllm_rollout` offers: `vllm_rollout/__init__.pyi`, made from the list of parts.
+"""Types of the names that `vllm_rollout` and `vllm_rollout.answers` offer: `vllm_rollout/__init__.pyi` and
+`answers.pyi`, made from the list of parts.
 
 The package finds its names when they are asked for, and assembles its clients from the parts that are there. Type
 checkers and editors read the stub instead. After a change of parts, of their client methods or of request fields:
@@ -19,11 +20,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 import vllm_rollout
+import vllm_rollout.answers
 from vllm_rollout.kernel.client.connection import Connection
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.parts import faces
 
 PLACE = Path(vllm_rollout.__file__).with_suffix(".pyi")
+ANSWERS = PLACE.with_name("answers.pyi")
 CLIENTS = ("AsyncRolloutClient", "RolloutClient")
 ASSEMBLED = {
     "RunMethods": ("run_methods", "Methods of runs that need another part."),
@@ -64,6 +67,18 @@ class RolloutOptions(GroupOptions, total=False):
 __all__ = {vllm_rollout.__all__}
 __version__: str
 '''
+    return _formatted(text)
+
+
+def answers() -> str:
+    """The text of the stub of `vllm_rollout.answers`."""
+    source = Path(vllm_rollout.answers.__file__).read_text()
+    ours, _, _ = source.partition("from vllm_rollout.kernel.parts")
+    of_parts = (f"from {each.__module__} import {each.__name__}" for each in vllm_rollout.answers.OF_PARTS.values())
+    return _formatted(f"{ours}{_lines(of_parts)}\n__all__ = {vllm_rollout.answers.__all__}\n")
+
+
+def _formatted(text: str) -> str:
     for command in (["check", "--fix", "--select=I,RUF022", "--quiet"], ["format"]):
         ruff = [sys.executable, "-m", "ruff", *command, f"--stdin-filename={PLACE}", "-"]
         text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
@@ -133,5 +148,6 @@ def _models() -> list[type[BaseModel]]:
 if __name__ == "__main__":
     if "--write" in sys.argv:
         PLACE.write_text(stub())
-    elif PLACE.read_text() != stub():
-        sys.exit(f"{PLACE} is of other parts. Run: python -m docs_tools.stub --write")
+        ANSWERS.write_text(answers())
+    elif (PLACE.read_text(), ANSWERS.read_text()) != (stub(), answers()):
+        sys.exit(f"{PLACE} or {ANSWERS} is of other parts. Run: python -m docs_tools.stub --write")

@@ -21,6 +21,11 @@ def test_a_part_comes_after_what_it_needs():
     assert names(chosen(listed(A, B, C), frozenset())) == ["b", "c", "a"]
 
 
+def test_a_part_that_only_serves_others_comes_first_and_moves_none_of_them():
+    base = Part("d", "", is_base=True)
+    assert names(chosen(listed(Part("a", "", needs=("d",)), B, base), frozenset())) == ["d", "a", "b"]
+
+
 def test_a_part_can_be_left_out():
     assert names(chosen(listed(A, B, C), left_out(" a, b "))) == ["c"]
     assert names(chosen(listed(A, B, C), left_out(""))) == ["b", "c", "a"]

@@ -14,12 +14,13 @@ import vllm_rollout
 from docs_tools.pages import for_site
 from docs_tools.reference import cli, http, metrics
 from docs_tools.reference.schemas import class_of
-from docs_tools.stub import PLACE, stub
+from docs_tools.stub import ANSWERS, PLACE, answers, stub
 from tests.test_docs import ROOT
 from vllm_rollout.cli import app
-from vllm_rollout.kernel.http.answers import RolloutEvent, RoundStreamEvent
+from vllm_rollout.kernel.http.answers import RolloutEvent
 from vllm_rollout.kernel.rules.fields import ROWS
 from vllm_rollout.kernel.xargs import GRADING, NAMES, plan_from_xargs
+from vllm_rollout.parts.rounds.http.answers import RoundStreamEvent
 from vllm_rollout.parts.rounds.with_sessions.http.answers import SessionRoundEvent
 
 OPENAPI = http.openapi()
@@ -135,7 +136,7 @@ def test_each_public_name_is_on_the_page_of_python() -> None:
 
 def test_the_types_of_the_package_are_those_of_the_parts_that_are_there() -> None:
     """Write them anew: python -m docs_tools.stub --write."""
-    assert PLACE.read_text() == stub()
+    assert (PLACE.read_text(), ANSWERS.read_text()) == (stub(), answers())
 
 
 def on(markdown: str, repository: str = "") -> str:

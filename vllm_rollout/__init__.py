@@ -7,7 +7,6 @@ from typing import Any
 
 _PLACES = {
     "AsyncRolloutClient": "vllm_rollout.client:AsyncRolloutClient",
-    "GivenWeights": "vllm_rollout.kernel.client.weights:GivenWeights",
     "GroupOptions": "vllm_rollout.kernel.client.body:GroupOptions",
     "RolloutClient": "vllm_rollout.client:RolloutClient",
     "RolloutError": "vllm_rollout.kernel.client.connection:RolloutError",

@@ -5,7 +5,6 @@ from typing import Any, TypedDict
 
 from vllm_rollout.kernel.client.client import AsyncClient, Client
 from vllm_rollout.kernel.client.connection import RolloutError
-from vllm_rollout.kernel.client.weights import GivenWeights
 from vllm_rollout.kernel.core.scheduler import make_scheduler as Scheduler
 from vllm_rollout.kernel.http.protocol import DualEndSelection, Pruning
 from vllm_rollout.kernel.http.reward_body import RewardOptions
@@ -26,6 +25,7 @@ from vllm_rollout.parts.rounds.with_sessions.client.agent_rounds import AgentRou
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, AgentResult
 from vllm_rollout.parts.sessions.client.agent_session import AgentSession, SessionLost, Void
 from vllm_rollout.parts.sessions.client.agents import AsyncAgentCalls
+from vllm_rollout.parts.weights.client import AsyncWeightCalls, GivenWeights, WeightCalls
 
 class GroupOptions(TypedDict, total=False):
     """Options for the groups of a rollout or a round. None leaves an option out."""
@@ -60,7 +60,7 @@ class AsyncLLMMethods(AsyncLearning):
     """Methods of `AsyncLLM` that need another part."""
 
 class AsyncRolloutClient(
-    AsyncFeedCalls, AsyncLearningCalls, AsyncRunCalls, AsyncRankCalls, AsyncAgentCalls, AsyncClient
+    AsyncLearningCalls, AsyncRunCalls, AsyncWeightCalls, AsyncFeedCalls, AsyncRankCalls, AsyncAgentCalls, AsyncClient
 ):
     """Async client of a server, or of several. Use as an async context manager, or await `close`."""
 
@@ -77,7 +77,7 @@ class AsyncRolloutClient(
         transport: Any = None,
     ) -> None: ...
 
-class RolloutClient(FeedCalls, LearningCalls, RunCalls, RankCalls, Client):
+class RolloutClient(LearningCalls, RunCalls, WeightCalls, FeedCalls, RankCalls, Client):
     """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
 
     def __init__(

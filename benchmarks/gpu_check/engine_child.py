@@ -20,12 +20,11 @@ from benchmarks.gpu_check.ptl_jobs import ProfilingJobs
 from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
 from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, PruningPlan
+from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORING, TERMS
 from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 from vllm_rollout.parts.pruning.worker.quality_head import QUALITY_HEAD_HIDDEN, HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
@@ -79,7 +78,8 @@ class Child(MovingJobs, ProfilingJobs):
 
         def watching(scheduler_output: Any, runner_output: Any) -> Any:
             report = runner_output.__dict__.get(REPORT_ATTRIBUTE)
-            for request_id, observation in report.observations() if report is not None else ():
+            scores = None if report is None else report.parts.get(PRUNING)
+            for request_id, observation in () if scores is None else scores.observations():
                 if (candidate := scheduler._candidates.get(request_id)) is not None:
                     self.seen[tuple(candidate.id)] = observation
             return update(scheduler_output, runner_output)

@@ -11,18 +11,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.bench import Bench
-from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
-from vllm_rollout.kernel.tracker.dispatch import REFERENCES, Operator
-from vllm_rollout.kernel.tracker.ops import active_implementation
-from vllm_rollout.kernel.tracker.reference import windowed_confidence_reference
+from vllm_rollout.kernel.tracker.dispatch import OPERATORS, active_implementation
 from vllm_rollout.kernel.tracker.tracker import NUM_KEPT
 
 VOCABULARIES = (151_936, 32_001)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_ERROR: dict[Operator, float] = {
+MOST_ERROR = {
     "token_confidence": 2e-7,
     "update_confidence": 1e-6,
-    "windowed_confidence": 2e-7,
     "quality_head": 1e-6,
 }
 """Largest error against float64, relative, and absolute for numbers below 1. Float32 in torch errs by 5e-7 in the head.
@@ -71,10 +67,6 @@ class Inputs:
         values = self.normal(num_rows) + 8
         return slots, self.integers(MAX_LEN, num_rows), values, state[0], state[1].view(capacity, NUM_KEPT), trace
 
-    def windowed_confidence(self, num_due: int) -> tuple[Any, ...]:
-        trace = self.normal(num_due, MAX_LEN) + 8
-        return trace, torch.full((num_due,), MAX_LEN, device=self.device), CONFIDENCE_WINDOW_TOKENS
-
 
 def operators(bench: Bench) -> None:
     wanted = "triton" if bench.device == "cuda" else "c++"
@@ -89,7 +81,7 @@ def operators(bench: Bench) -> None:
         bench.result("largest error", furthest)
 
 
-def cases(bench: Bench) -> Iterator[tuple[str, Operator, tuple[Any, ...]]]:
+def cases(bench: Bench) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     inputs = Inputs(bench.device, 0)
     num_rows, hidden_size = (3, 96) if bench.small else (300, 4096)
     for vocab_size in (1519, 321) if bench.small else VOCABULARIES:
@@ -109,10 +101,9 @@ def cases(bench: Bench) -> Iterator[tuple[str, Operator, tuple[Any, ...]]]:
     for name, dtype in DTYPES.items():
         for num_due in (1, 16, 17, num_rows):
             yield f"{name}, {num_due} due", "quality_head", inputs.quality_head(num_due, hidden_size, dtype)
-    yield "windows", "windowed_confidence", inputs.windowed_confidence(num_rows)
 
 
-def error_of(compute: Callable[..., Any], operator: Operator, arguments: tuple[Any, ...]) -> float:
+def error_of(compute: Callable[..., Any], operator: str, arguments: tuple[Any, ...]) -> float:
     """Largest difference to float64, in results and in the changed state, relative, and absolute for numbers below 1.
 
     NaN if only one of the two has a number in some place.
@@ -131,7 +122,7 @@ def error_of(compute: Callable[..., Any], operator: Operator, arguments: tuple[A
     return furthest
 
 
-def in_float64(operator: Operator, arguments: list[Any]) -> Tensor:
+def in_float64(operator: str, arguments: list[Any]) -> Tensor:
     """The operator's own definition, in float64."""
     if operator == "token_confidence":
         logits, rows = arguments
@@ -145,9 +136,7 @@ def in_float64(operator: Operator, arguments: list[Any]) -> Tensor:
     if operator == "quality_head":
         hidden, rows, w1, b1, w2, b2 = (each if each.dtype == torch.int64 else each.double() for each in arguments)
         return torch.addmv(b2, torch.addmm(b1, hidden.index_select(0, rows), w1.T).relu(), w2)
-    if operator == "windowed_confidence":
-        return windowed_confidence_reference(*arguments)  # sums in float64
-    return REFERENCES[operator](*arguments)  # three products per value
+    return OPERATORS[operator].reference(*arguments)  # three products per value
 
 
 def copies(arguments: tuple[Any, ...]) -> list[Any]:
@@ -155,7 +144,7 @@ def copies(arguments: tuple[Any, ...]) -> list[Any]:
             for each in arguments]  # fmt: skip
 
 
-def state_of(operator: Operator, arguments: list[Any]) -> list[Tensor]:
+def state_of(operator: str, arguments: list[Any]) -> list[Tensor]:
     return arguments[3:] if operator == "update_confidence" else []
 
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from benchmarks.shaping.records import GroupRecord, Run
 from benchmarks.shaping.setup import BASELINE, WAYS, Sizes, Way, WayName
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.prompt_key import history_key
+from vllm_rollout.parts.memories.rules import Memories
 from vllm_rollout.parts.pruning.saved_state import parse_state
 from vllm_rollout.parts.rounds.http.saved import parse_saved
-from vllm_rollout.parts.shaping.rules.allocation import BatchAllocation, BatchPrompt, allocate_batch
+from vllm_rollout.parts.shaping.rules.allocation import BatchAllocation, BatchPrompt, allocate_batch, allocated
 from vllm_rollout.parts.shaping.rules.history import LENGTHS, LengthHistory
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
@@ -85,7 +85,7 @@ def _plans(sizes: Sizes, way: Way, num_prompts: int, shares: BatchAllocation) ->
     plan = sizes.plan(way, sizes.group_size)
     if way.redundancy == "auto":
         return shares.plans(plan)
-    return [plan.allocated(its.num_candidates, extreme=False) for its in shares.prompts]
+    return [allocated(plan, its.num_candidates, extreme=False) for its in shares.prompts]
 
 
 def _candidates(group: GroupRecord, count: int) -> list[PoolCandidate]:

@@ -24,8 +24,6 @@ from vllm_rollout.kernel.rules.rows import rows
 Schema = Mapping[str, Any]
 REFERENCE = "#/components/schemas/"
 TABLES = [value for value in vars(fields).values() if isinstance(value, type) and value.__module__ == fields.__name__]
-TAKES = {f" Takes {row.takes.allowed}." for each in TABLES for row in rows(each).values()}
-"""Sentences of descriptions that the reference drops, because its column of types says the same."""
 
 
 class Schemas:
@@ -81,8 +79,8 @@ class Schemas:
 
     def _field(self, name: str, its: Schema, owner: Schema, its_class: type | None) -> tuple[str, str, str, str]:
         says = its.get("description") or words_of(its_class, name)
-        for takes in TAKES:
-            says = says.replace(takes, "")
+        if its_class is not None and (row := rows(its_class).get(name)) is not None:
+            says = says.replace(f" Takes {row.takes.allowed}.", "")  # the column of types says it
         is_required = name in owner.get("required", ())
         default = "required" if is_required else _default(its_class, name, its)
         is_body = its_class is not None and issubclass(its_class, Body)

@@ -2,7 +2,7 @@
 
 Invariant: a score does not depend on the order in which programs run, and the host never waits for the device.
 
-The specification is `vllm_rollout.kernel.tracker.reference.quality_head_reference`.
+The specification is `vllm_rollout.parts.pruning.worker.operators.quality_head_reference`.
 
 The first layer has 2 MB of weights for a hidden size of 4096, and few rows. One program alone would wait for memory
 most of the time. The hidden axis is therefore split: each program writes its part of the first layer's sums. The

@@ -21,7 +21,7 @@ from benchmarks.gpu_check.models import Models
 from benchmarks.gpu_check.pieces import ENGINES, PIECES, START, Estimates
 from benchmarks.gpu_check.record import Record
 from tests.support.waiting import WAIT_S, wait_until
-from vllm_rollout.kernel.tracker.dispatch import REFERENCES
+from vllm_rollout.parts.pruning.worker.operators import quality_head_reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +82,7 @@ def head_of(num_bits):
 def test_a_head_of_one_tf32_product_is_told_from_one_of_float32():
     arguments = kernels.Inputs("cpu", 0).quality_head(64, 4096, torch.float32)
     limit = kernels.MOST_ERROR["quality_head"]
-    assert kernels.error_of(REFERENCES["quality_head"], "quality_head", arguments) <= limit
+    assert kernels.error_of(quality_head_reference, "quality_head", arguments) <= limit
     for num_bits in (7, 10):  # bfloat16, tf32
         assert kernels.error_of(head_of(num_bits), "quality_head", arguments) > 50 * limit
 

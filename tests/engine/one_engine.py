@@ -21,10 +21,9 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from tests.support.steps import group_terms, judge_of, races_of, said
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, PruningPlan
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead

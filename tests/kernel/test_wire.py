@@ -16,14 +16,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.support.steps import group_terms, said
 from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, Observation, Scores, TooLate
-from vllm_rollout.kernel.wire import (
-    TAG_KEY,
-    CandidateTag,
-    EndingNote,
-    LastLogits,
-    RunnerReport,
-)
+from vllm_rollout.kernel.rules.types import Assessment, Confidence, Scores, TooLate
+from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import SCORES
@@ -112,44 +106,11 @@ def test_an_output_without_a_note_keeps_its_parameters(params):
     assert EndingNote.take(params) == (None, params)
 
 
-def test_a_runner_s_report_gives_each_due_request_its_own_row():
-    values = np.array([[0.5, 3.0, 1.5, 2.25], [np.nan, 6.0, 5.0, 5.5]], dtype=np.float32)
-    report = pickle.loads(
-        pickle.dumps(RunnerReport(np.zeros((2, 1, 3), np.float32), ["a", "b"], values, [7, 0], [8, 4]))
-    )
-    assert list(report.observations()) == [
-        ("a", Observation(Confidence(3.0, 1.5, 2.25), 0.5, 7, 8)),
-        ("b", Observation(Confidence(6.0, 5.0, 5.5), None, 0, 4)),
-    ]
-    assert list(RunnerReport(np.zeros((2, 1, 3), np.float32)).observations()) == []
-
-
-def test_a_report_whose_parts_do_not_fit_together_is_our_mistake():
-    report = RunnerReport(np.zeros((2, 1, 1), np.float32), ["a", "b"], np.zeros((1, 4), np.float32), [1], [8])
-    with pytest.raises(ValueError, match="zip"):
-        list(report.observations())
-
-
-def test_a_runner_s_report_says_of_each_row_what_its_last_token_would_be_worth():
-    last = LastLogits(np.array([[np.nan, -0.5, 2.0]], np.float32), np.array([[0, 3, 3]]))
-    confidence = np.array([[[1.0, 2.0, 3.0]], [[0.1, 0.2, 0.3]]], np.float32)
-    report = pickle.loads(pickle.dumps(RunnerReport(confidence, last=last)))
-    seen = report.last_observation(1, 0)
-    assert (seen.logit, seen.head_version, seen.detection_length) == (-0.5, 3, WHOLE)
-    assert seen.confidence.mean == 2.0
-    assert report.last_observation(0, 0).logit is None
-    assert RunnerReport(confidence).last_observation(2, 0).head_version == 0
-    assert [report.token_of(1, num_tokens) for num_tokens in (1, 9)] == [0, 0]
-
-
 def test_in_a_step_with_drafts_the_last_token_is_found_by_how_many_there_are():
-    last = LastLogits.of((3, 2), [0, 1, 0], np.array([0.5, 1.5, 2.5], np.float32), np.array([4, 4, 4]), [0, 0, 1])
     confidence = np.arange(12, dtype=np.float32).reshape(2, 3, 2)
-    report = pickle.loads(pickle.dumps(RunnerReport(confidence, last=last, first_positions=np.array([10, -1]))))
+    report = pickle.loads(pickle.dumps(RunnerReport(confidence, first_positions=np.array([10, -1]))))
     assert [report.token_of(0, num_tokens) for num_tokens in (10, 11, 12, 13, 14)] == [None, 0, 1, 2, None]
-    seen = report.last_observation(0, 1)
-    assert (seen.logit, seen.confidence.mean) == (2.5, 2.0)
-    assert report.last_observation(0, 2).logit is None, "a token that the head was not asked about"
+    assert [RunnerReport(confidence).token_of(1, num_tokens) for num_tokens in (1, 9)] == [0, 0]
 
 
 @given(trial_lengths=st.lists(st.integers(2, 4096), max_size=6, unique=True).map(sorted), final=st.booleans())

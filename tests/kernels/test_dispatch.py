@@ -14,10 +14,10 @@ from tests.kernels.confidence_cases import assert_updated, random_case
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.tracker import dispatch
 from vllm_rollout.kernel.tracker.build_command import build_command
-from vllm_rollout.kernel.tracker.ops import active_implementation, update_confidence
+from vllm_rollout.kernel.tracker.dispatch import active_implementation
+from vllm_rollout.kernel.tracker.ops import update_confidence
 
-IN_TORCH_ON_CPU = {"quality_head", "windowed_confidence"}
-IN_TORCH_ON_CUDA = {"windowed_confidence"}
+IN_TORCH_ON_CPU = {"quality_head"}
 
 
 @pytest.fixture(autouse=True)
@@ -28,23 +28,23 @@ def _implementation_chosen_anew(monkeypatch):
     active_implementation.cache_clear()
 
 
-@pytest.mark.parametrize("operator", dispatch.OPERATORS)
+@pytest.mark.parametrize("operator", dispatch.operators())
 def test_every_operator_has_the_implementation_it_should(operator):
     pytest.importorskip("vllm_rollout._C")
     implementation = active_implementation("cpu", operator)
     assert (implementation.name, implementation.reason) == ("torch" if operator in IN_TORCH_ON_CPU else "c++", None)
     pytest.importorskip("triton")
     implementation = active_implementation("cuda", operator)
-    assert (implementation.name, implementation.reason) == ("torch" if operator in IN_TORCH_ON_CUDA else "triton", None)
+    assert (implementation.name, implementation.reason) == ("triton", None)
 
 
-@pytest.mark.parametrize("operator", dispatch.OPERATORS)
+@pytest.mark.parametrize("operator", dispatch.operators())
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_environment_forces_every_reference(monkeypatch, device_type, operator):
     monkeypatch.setenv(dispatch.OPS_VARIABLE, "torch")
     implementation = active_implementation(device_type, operator)
     assert (implementation.name, implementation.reason) == ("torch", "VLLM_ROLLOUT_OPS=torch")
-    assert implementation.compute is dispatch.REFERENCES[operator]
+    assert implementation.compute is dispatch.operators()[operator].reference
 
 
 def test_without_the_extension_the_reference_serves_and_the_remedy_is_said(monkeypatch):
@@ -80,7 +80,7 @@ def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_mi
     code = (
         "import torch\n"
         f"torch.__version__ = torch.torch_version.TorchVersion({torch_version!r} or torch.__version__)\n"
-        "from vllm_rollout.kernel.tracker.ops import active_implementation\n"
+        "from vllm_rollout.kernel.tracker.dispatch import active_implementation\n"
         "implementation = active_implementation('cpu')\n"
         "print(implementation.name, implementation.reason, sep=' | ')"
     )
@@ -104,22 +104,23 @@ def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_mi
 @pytest.mark.parametrize(
     ("operator", "fake", "said"),
     [
-        ("quality_head", None, "was built before it had quality_head"),
+        ("quality_head", lambda: None, "was built before it had quality_head"),
         ("token_confidence", lambda logits, rows, sampled: None, "has another token_confidence than this version"),
     ],
 )
 def test_an_extension_of_another_version_is_named_with_its_remedy(monkeypatch, operator, fake, said):
     pytest.importorskip("vllm_rollout._C")
-    monkeypatch.setitem(dispatch.FAKES, operator, fake)
+    monkeypatch.setitem(dispatch.operators(), operator, dispatch.operators()[operator]._replace(fake=fake))
     implementation = active_implementation("cpu", operator)
     assert implementation.name == "torch"
     assert implementation.reason == f"vllm_rollout._C {said}: run `{build_command()}` to rebuild it"
 
 
-@pytest.mark.parametrize("operator", dispatch.TRITON_MODULES)
+@pytest.mark.parametrize("operator", dispatch.operators())
 def test_without_triton_the_reference_serves_and_the_remedy_is_said(monkeypatch, operator):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, f"vllm_rollout.kernels.{dispatch.TRITON_MODULES[operator]}", raising=False)
+    name = dispatch.operators()[operator].triton
+    monkeypatch.delitem(sys.modules, f"vllm_rollout.kernels.{name}", raising=False)
     implementation = active_implementation("cuda", operator)
     assert (implementation.name, implementation.reason) == ("torch", "triton is not installed: pip install triton")
 
@@ -139,5 +140,8 @@ def test_an_unknown_operator_and_an_unknown_choice_are_refused(monkeypatch):
 
 def test_fakes_have_the_shapes_and_dtypes_of_the_results():
     case = random_case(6, 20)
-    fake, actual = dispatch.FAKES["update_confidence"](*case), torch.ops.vllm_rollout.update_confidence(*case.clone())
+    fake, actual = (
+        dispatch.OPERATORS["update_confidence"].fake(*case),
+        torch.ops.vllm_rollout.update_confidence(*case.clone()),
+    )
     assert (fake.shape, fake.dtype, fake.stride()) == (actual.shape, actual.dtype, actual.stride())

@@ -5,7 +5,8 @@ import torch
 
 from tests.kernels.token_confidence_cases import DTYPES, TOLERANCE, Case, random_case, special_cases
 from tests.kernels.triton_runs import interpreted_runs
-from vllm_rollout.kernel.tracker.ops import active_implementation, token_confidence
+from vllm_rollout.kernel.tracker.dispatch import active_implementation
+from vllm_rollout.kernel.tracker.ops import token_confidence
 from vllm_rollout.kernel.tracker.reference import token_confidence_reference
 
 pytest.importorskip("triton")

@@ -7,7 +7,8 @@ import torch
 from torch import library
 
 from tests.kernels.confidence_cases import Case, assert_updated, random_case, special_cases
-from vllm_rollout.kernel.tracker.ops import active_implementation, update_confidence
+from vllm_rollout.kernel.tracker.dispatch import active_implementation
+from vllm_rollout.kernel.tracker.ops import update_confidence
 from vllm_rollout.kernel.tracker.reference import update_confidence_reference
 
 

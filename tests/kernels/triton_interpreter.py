@@ -11,11 +11,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from vllm_rollout.kernel.tracker.dispatch import TRITON_MODULES
+from vllm_rollout.kernel.tracker.dispatch import operators
 
 cases_path, results_path = sys.argv[1:]
 results = {}
 for name, (operator, arguments) in torch.load(cases_path).items():
-    kernel = getattr(importlib.import_module(f"vllm_rollout.kernels.{TRITON_MODULES[operator]}"), f"{operator}_triton")
+    module = importlib.import_module(f"vllm_rollout.kernels.{operators()[operator].triton}")
+    kernel = getattr(module, f"{operator}_triton")
     results[name] = (kernel(*arguments), arguments)
 torch.save(results, results_path)

@@ -14,9 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tests.support.scoring import ScoringTracker
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.kernel.tracker import dispatch, ops
+from vllm_rollout.kernel.tracker import dispatch
 from vllm_rollout.kernel.tracker.warm_up import warm_up
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.worker.quality_head import QUALITY_HEAD_HIDDEN, HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
@@ -89,11 +89,8 @@ def use_triton_for_cpu_tensors() -> None:
     triton.runtime.driver.set_active(NoDriver())
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
     torch.cuda.current_stream = lambda device: SimpleNamespace(cuda_stream=0)
-    ops.active_implementation = lambda device_type, operator="token_confidence": (
-        dispatch._triton(operator)
-        if operator in dispatch.TRITON_MODULES
-        else dispatch.active_implementation("cpu", operator)
-    )
+    chosen = dispatch.active_implementation
+    dispatch.active_implementation = lambda device_type, name="token_confidence": chosen("cuda", name)
 
 
 def main(results_path: str) -> None:

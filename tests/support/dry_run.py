@@ -25,8 +25,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_rollout.adapter.options import Options
-from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.parts.pruning.rules.step import TERMS
+from vllm_rollout.parts.pruning.wire import LastLogits, ScoreReport
 
 EOS_TOKEN = 2
 OTHER_TOKEN = 7
@@ -172,8 +173,10 @@ class DryRun:
         confidence = np.ones((2, 1, len(output.req_ids)), dtype=np.float32)
         due_at = [self.num_sampled[request_id] for request_id in due]
         logits = np.array([self.logits.get(request_id, 0.0) for request_id in output.req_ids], dtype=np.float32)
-        last = LastLogits(2 * logits[None], np.ones((1, len(output.req_ids)), dtype=np.int64))
-        setattr(output, REPORT_ATTRIBUTE, RunnerReport(confidence, due, values, versions, due_at, last))
+        ones = np.ones(len(logits), dtype=np.int64)
+        last = LastLogits(np.arange(len(logits)), 0 * ones, 2 * logits, ones)
+        scores = ScoreReport(due, values, versions, due_at, last)
+        setattr(output, REPORT_ATTRIBUTE, scores.added_to(RunnerReport(confidence)))
 
     def num_tokens(self, request_id: str) -> int:
         """Number of delivered tokens of a request."""

@@ -6,16 +6,17 @@ from typing import Any
 
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memories, Memory
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import Scores
-from vllm_rollout.kernel.wire import EndingNote
+from vllm_rollout.kernel.wire import EndingNote, RunnerReport
+from vllm_rollout.parts.memories.rules import Memories, Memory
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import JUDGED, SCORES, SCORING, TERMS, PruningStep
+from vllm_rollout.parts.pruning.rules.step import JUDGED, PRUNING, SCORES, SCORING, TERMS, PruningStep
 from vllm_rollout.parts.pruning.rules.terms import PruningTerms
+from vllm_rollout.parts.pruning.wire import ScoreReport
 from vllm_rollout.parts.rounds.rules.race import RacePlace, RaceTable
 from vllm_rollout.parts.rounds.rules.step import LOST, PLACE, RoundsStep
 from vllm_rollout.parts.shaping.rules.history import LENGTHS, LengthHistory
@@ -91,3 +92,8 @@ def scores(note: EndingNote) -> Scores:
 def is_lost(group: Group) -> bool:
     """True if it completed after as many groups as its race wanted."""
     return bool(LOST.of(group.parts))
+
+
+def scores_in(report: RunnerReport) -> ScoreReport:
+    """Scores in a worker's report of a step."""
+    return report.parts.get(PRUNING, ScoreReport())

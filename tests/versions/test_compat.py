@@ -184,9 +184,6 @@ def test_our_overrides_take_what_vllms_methods_take(version):
 
 
 SET_ANEW = {
-    "vllm.v1.engine.async_llm.AsyncLLM.engine_core",
-    "vllm.v1.engine.async_llm.AsyncLLM.output_handler",
-    "vllm.v1.engine.async_llm.AsyncLLM.vllm_config",
     "vllm.v1.engine.utils.CoreEngineProcManager.failed_proc_name",
     "vllm.v1.utils.APIServerProcessManager.processes",
     "vllm.v1.worker.gpu_worker.Worker.device",

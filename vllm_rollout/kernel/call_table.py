@@ -12,7 +12,7 @@ travels each way. An error that concerns the client is a value. An exception is 
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,14 +25,6 @@ Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 
-class Features(NamedTuple):
-    """Hidden states, [num_states, hidden_size]."""
-
-    data: bytes
-    """The bytes row by row."""
-    dtype: Literal["float32", "float16", "bfloat16"]
-
-
 class NamedChoices(NamedTuple):
     """Candidates of a group that are choices in a request's answer."""
 
@@ -41,13 +33,6 @@ class NamedChoices(NamedTuple):
     group_id: str
     choices: dict[int, int]
     """Index of the candidate, by choice."""
-
-
-class Piece(NamedTuple):
-    """The next bytes of a reading."""
-
-    data: bytes
-    is_last: bool
 
 
 class LastTokens(NamedTuple):
@@ -85,8 +70,6 @@ class Operation(Generic[Argument, Result]):
 
 NAME_CHOICES: Operation[NamedChoices, None] = Operation("name_choices", NamedChoices, None)
 """Names for the candidates of a group, by which clients refer to them from now on."""
-READ: Operation[str, Piece | None] = Operation("read", str, Piece | None)
-"""The next piece for a reader. None if newer readings have replaced it."""
 CANCEL_GROUPS: Operation[list[str], None] = Operation("cancel_groups", list[str], None)
 """Stop the running candidates of these groups as `deferred`, in the next step. Unknown groups are ignored."""
 ABORT_REQUESTS: Operation[list[str], list[str]] = Operation("abort_requests", list[str], list[str])

@@ -35,6 +35,8 @@ class Part:
     """Its use for a user, in one sentence."""
     needs: tuple[str, ...] = ()
     """Names of the parts that it imports."""
+    is_base: bool = False
+    """True if it only serves other parts, before which it stands in the list. It needs none."""
     faces: Mapping[str, str] = field(default_factory=dict)
     """Face -> "module:attribute", which is imported where a process asks for the face."""
     exports: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +82,8 @@ def chosen(installed: Mapping[str, Part], without: frozenset[str], said_by: str 
                 f"{said_by}: the part {part.name!r} needs {missing[0]!r}, which is left out. Leave out none of them, "
                 f"or all: {','.join(sorted(_with_dependents(without | {missing[0]}, installed) & installed.keys()))}."
             )
-    sorter, order = TopologicalSorter({name: part.needs for name, part in there.items()}), []
+    order = [name for name, part in there.items() if part.is_base]
+    sorter = TopologicalSorter({name: {*part.needs} - {*order} for name, part in there.items() if not part.is_base})
     try:
         sorter.prepare()
     except CycleError as error:

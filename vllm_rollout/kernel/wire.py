@@ -11,18 +11,17 @@ ending   scheduler -> API process: `EngineCoreOutput.kv_transfer_params[ENDING_K
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import WHOLE, CandidateState, Confidence, Observation
+from vllm_rollout.kernel.rules.types import CandidateState
 
 TAG_KEY = "vllm_rollout"
 ENDING_KEY = "vllm_rollout"
@@ -95,33 +94,19 @@ class CandidateTag(msgspec.Struct, frozen=True, array_like=True):
 _TAG_DECODER = msgspec.msgpack.Decoder(CandidateTag)
 
 
-class LastLogits(NamedTuple):
-    """Outputs of the head for whole trajectories after each token. The output after the last token is the
-    final score.
-    """
+class PartReport(Protocol):
+    """Values of a part in the report of a step."""
 
-    logits: np.ndarray
-    """float32 [num_tokens, num_rows], by token of the step and row of its batch. NaN for a row without final score, and
-    without a head.
-    """
-    head_versions: np.ndarray
-    """int64 [num_tokens, num_rows]. 0: no head is trained."""
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """Ids of the requests that were observed while they ran."""
 
-    @classmethod
-    def of(
-        cls,
-        shape: tuple[int, int],
-        rows: Sequence[int] | np.ndarray,
-        logits: np.ndarray,
-        versions: int | np.ndarray,
-        tokens: int | np.ndarray = 0,
-    ) -> LastLogits:
-        """Logits of a step, [num_tokens, num_rows], in which only `rows` have a final score. The other arguments are
-        for these rows.
-        """
-        last = cls(np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.int64))
-        last.logits[tokens, rows], last.head_versions[tokens, rows] = logits, versions
-        return last
+    def observations(self) -> Iterable[tuple[str, Any]]:
+        """Request id and observation of each of them, for the part's `StepPart`."""
+
+    def last_observation(self, confidence: float, row: int, token: int) -> Any:
+        """Observation of a candidate whose last token is this token and row of the step's batch. `confidence`: its
+        mean."""
 
 
 class RunnerReport(NamedTuple):
@@ -131,14 +116,8 @@ class RunnerReport(NamedTuple):
     """float32 [2, num_tokens, num_rows]: mean and standard deviation of the candidate's token confidences up to each
     token of the step, by row of its batch. Without drafts num_tokens is 1. NaN for a row that is not observed.
     """
-    due: Sequence[str] = ()
-    """Ids of requests that reached their detection length in this step."""
-    due_values: np.ndarray | None = None
-    """float32 [num_due, 4]: the head's logit (NaN without a head), then the three numbers of `Confidence`."""
-    head_versions: Sequence[int] = ()
-    due_at: Sequence[int] = ()
-    """Detection length that each of `due` reached."""
-    last: LastLogits | None = None
+    parts: Mapping[str, PartReport] = {}
+    """Values of parts, by part."""
     first_positions: np.ndarray | None = None
     """int64 [num_rows]: output tokens before this step. None in a step without drafts."""
     failed: Mapping[str, str] = {}
@@ -150,15 +129,6 @@ class RunnerReport(NamedTuple):
     weights: int = 0
     """Number of the weights change after which this step was computed. 0: the first weights."""
 
-    def observations(self) -> Iterator[tuple[str, Observation]]:
-        """Yield request id and observation of everything that is due."""
-        if self.due_values is None:
-            return
-        values = zip(self.due, self.due_values.tolist(), self.head_versions, self.due_at, strict=True)
-        for request_id, row, version, length in values:
-            logit, *confidence = row
-            yield request_id, Observation(Confidence(*confidence), logit if version else None, version, length)
-
     def token_of(self, row: int, num_tokens: int) -> int | None:
         """Index in the step of a request's last token, given its row and its number of output tokens. None if the step
         has not sampled it.
@@ -167,14 +137,6 @@ class RunnerReport(NamedTuple):
             return 0
         token = num_tokens - 1 - int(self.first_positions[row])
         return token if 0 <= token < self.confidence.shape[1] else None
-
-    def last_observation(self, row: int, token: int) -> Observation:
-        """Observation of a candidate whose last token is this token and row of the step's batch."""
-        confidence = Confidence(float(self.confidence[0, token, row]), math.nan, math.nan)
-        version, logit = 0, None
-        if self.last is not None and (version := int(self.last.head_versions[token, row])):
-            logit = float(self.last.logits[token, row])
-        return Observation(confidence, logit, version, WHOLE)
 
 
 def nothing_seen(num_rows: int, **others: Any) -> RunnerReport:

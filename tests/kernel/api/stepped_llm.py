@@ -20,7 +20,6 @@ from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
-from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.wire import CandidateTag
@@ -67,7 +66,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.log_requests = False
         self.num_aborted = 0
         self.door = Door()
-        self.lost_weights = LostWeights()
+        self.before_rollouts = None
         self.num_inside: list[int] = []
         """Number of admitted candidates each time a request was added."""
         self._candidates = WeakKeyDictionary()

@@ -12,6 +12,7 @@ from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.call_table import RANK_COUNTS
 from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.pruning.api.rank_calls import call_if_alive
 from vllm_rollout.parts.pruning.calls import HEADS
 from vllm_rollout.parts.rounds.calls import CUT_RACE
 
@@ -61,7 +62,7 @@ class TwoRanks:
 async def test_what_every_rank_knows_the_next_one_says_when_the_first_dies() -> None:
     end_within(10)
     assert await EngineCalls(TwoRanks()).call_first(HEADS, None) == []
-    assert await EngineCalls(TwoRanks()).call_if_alive(0, HEADS, None) is None
+    assert await call_if_alive(EngineCalls(TwoRanks()), 0, HEADS, None) is None
     with pytest.raises(RequestError, match="rank 1 of the engine has died"):
         await EngineCalls(TwoRanks(both_die=True)).call_first(HEADS, None)
 

@@ -6,7 +6,6 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
 from vllm_rollout.kernel.api.refusals import (
-    refuse_full_turns,
     refuse_our_fields_in_beam_search,
     refuse_unwritable,
 )
@@ -23,8 +22,6 @@ REQUESTS = [
 def beam_search_refuses(monkeypatch):
     for request_class in (CompletionRequest, ChatCompletionRequest):
         monkeypatch.setattr(request_class, "to_beam_search_params", request_class.to_beam_search_params)
-        monkeypatch.setattr(request_class, "to_sampling_params", request_class.to_sampling_params)
-    refuse_full_turns()
     refuse_our_fields_in_beam_search()
     refuse_our_fields_in_beam_search()  # once per app, of which a process may make several
 
@@ -43,18 +40,6 @@ def test_beam_search_refuses_our_fields(request_class, body):
 def test_beam_search_without_our_fields_is_vllms(request_class, body, xargs):
     params = request_class(**body, n=3, use_beam_search=True, vllm_xargs=xargs).to_beam_search_params(8, {})
     assert (params.beam_width, params.max_tokens) == (3, 8)
-
-
-@pytest.mark.parametrize(("request_class", "body"), REQUESTS)
-def test_a_turn_whose_prompt_fills_the_context_is_told_so_and_other_requests_get_vllms_words(request_class, body):
-    turn = request_class(**body, vllm_xargs={"rollout_session": "a"})
-    with pytest.raises(VLLMValidationError, match=r"^messages: this turn's prompt fills the context"):
-        turn.to_sampling_params(0, {})
-    assert turn.to_sampling_params(5, {}).max_tokens == 5
-    with pytest.raises(VLLMValidationError, match="at least 1, got 0"):
-        request_class(**body).to_sampling_params(0, {})
-    with pytest.raises(VLLMValidationError, match="at least 1, got 0"):
-        request_class(**body, max_tokens=0, vllm_xargs={"rollout_session": "a"}).to_sampling_params(0, {})
 
 
 @pytest.mark.parametrize("extra_args", [{"\ud800": 1}, {"rollout_group_id": "\udfff"}, {"a": ["b", "\ud800"]}])

@@ -16,11 +16,11 @@ from tests.support.steps import group_terms, judge_of, said
 from vllm_rollout.adapter.options import Options, ServeOptions
 from vllm_rollout.kernel.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import Assessment, Observation
+from vllm_rollout.kernel.rules.types import Assessment
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
@@ -205,7 +205,7 @@ def assert_nothing_left(run: TracedRun) -> None:
     if not isinstance(scheduler, (RolloutScheduler, AsyncRolloutScheduler)):
         return
     assert scheduler._candidates == {}
-    assert scheduler._by_id == {}
+    assert scheduler.launched == {}
     assert scheduler._ended == []
     assert scheduler._num_with_stop_strings == 0
     assert_nothing_open(scheduler.group_steps)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernel.core.scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
 from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring, observe
-from tests.support.steps import judge_of, races_of
+from tests.support.steps import judge_of, races_of, scores_in
 from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.types import NOT_FINITE
@@ -38,7 +38,7 @@ def only_for(wanted: Callable[..., bool], method: Callable[..., Any]) -> Callabl
 def of_group_g(run: TracedRun, place: str) -> tuple[Any, Callable[..., bool]]:
     """The object of a method, and a test of which calls of it are about group g."""
     steps = run.scheduler.group_steps
-    group = run.scheduler._by_id[("g", 0)].group
+    group = run.scheduler.launched[("g", 0)].group
     return {
         "settle": (Group, lambda self, *_: self is group),
         "end": (Group, lambda self, *_: self is group),
@@ -64,7 +64,7 @@ def assert_others_go_on(run: TracedRun) -> None:
     assert run.tokens("h-1")[:39] == run.own_tokens("h-1", 39)
     assert len(run.tokens("o")) == 70
     assert_nothing_left(run)
-    assert run.scheduler.load.num_internal_errors > 0
+    assert run.scheduler.num_internal_errors > 0
 
 
 @pytest.mark.parametrize("place", ["settle", "end", "judge", "_release", "_write_end"])
@@ -89,7 +89,7 @@ CANDIDATES: dict[str, tuple[str, str]] = {
 def test_a_candidate_whose_outputs_cannot_be_made_fails_alone(run, place):
     of, name = place
     run.step()
-    candidate = run.scheduler._by_id[("g", 0)]
+    candidate = run.scheduler.launched[("g", 0)]
     methods = {method: getattr(getattr(candidate, of), method) for method in ("add", "finish") if of == "held"}
     setattr(candidate, of, SimpleNamespace(**{**methods, name: fail}))
     run.run()
@@ -155,7 +155,7 @@ def test_candidates_that_the_worker_could_not_observe_fail(run):
     run.run()
     assert run.note("g-1").error == PLANTED
     assert run.ends(["g-0", "g-2"]) == [WON, WON]
-    assert run.scheduler.load.num_internal_errors == 2
+    assert run.scheduler.num_internal_errors == 2
     assert_others_go_on(run)
 
 
@@ -195,7 +195,7 @@ def test_an_exception_of_the_tracker_fails_whom_it_observes(runner, monkeypatch,
     monkeypatch.undo()
     report = step(runner, [Row("c", 3, 3), Row("b", 5, 5)], (new_request("c", 3, 1),))
     assert not report.failed
-    assert list(report.due) == ["c"]
+    assert list(scores_in(report).request_ids) == ["c"]
 
 
 def test_an_exception_on_the_way_to_the_scheduler_fails_who_was_seen(runner, monkeypatch):

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 from tests.kernel.http.fake_parts import FakeMoves, FakeShaping
 from tests.parts.pruning.fake_learning import MODEL, FakeLearning
 from tests.support.steps import group_steps, is_lost, judged, races_of, said
-from vllm_rollout.kernel.call_table import Argument, Operation, Result
+from vllm_rollout.kernel.call_table import RECOMPUTE, Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -36,18 +36,20 @@ from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import (
     BASE_MODEL,
-    WHOLE,
     CandidateId,
     CandidateState,
     Ending,
     EndReason,
     HeldGroups,
     RankCounts,
+    Scores,
+    TooLate,
 )
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORING
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE
+from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORES, SCORING
 from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, NUM_RACES, WIDEN_RACE
-from vllm_rollout.parts.rounds.rules.step import PLACE, RoundsStep
+from vllm_rollout.parts.rounds.rules.step import LOST, PLACE, RoundsStep
 
 VOCAB_SIZE = 1000
 
@@ -178,6 +180,7 @@ class FakeEngine:
             WIDEN_RACE: lambda race: races_of(self.races[race.race_id]).widen(*race),
             FORGET_RACE: lambda race_id: self.races.pop(race_id, None),
             NUM_RACES: lambda _: len(self.races),
+            RECOMPUTE: self._recompute,
         }
         return [answers[operation](argument)]
 
@@ -303,9 +306,8 @@ class FakeEngine:
         self.learning.check_alive()
         return self.weight_version
 
-    async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        self.learning.check_alive()
-        self.recomputed.append(request_ids)
+    def _recompute(self, names: Sequence[str] | None) -> int:
+        self.recomputed.append(names)
         return 3
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
@@ -397,6 +399,9 @@ class FakeEngine:
         truncated = by_itself and candidate.end_reason == "length"
         exact = state != "pruned" and candidate.end_reason == "stop" and num_tokens == len(candidate.token_ids)
         tokens = candidate.token_ids[:num_tokens]
+        notes = LOST.value(TooLate()) if is_lost(group) else {}
+        if (its := judged(group)) is not None:
+            notes |= SCORES.value(Scores(its.assessments.get(candidate.index), its.finals.get(candidate.index)))
         return CandidateEnd(
             ending=Ending(
                 candidate.index,
@@ -414,10 +419,8 @@ class FakeEngine:
             stop_reason=state if state in ("surplus", "pruned") else None,
             confidence=None,
             weight_versions=self._spans(num_tokens),
-            assessment=None if judged(group) is None else judged(group).assessments.get(candidate.index),
-            final=None if judged(group) is None else judged(group).finals.get(candidate.index),
+            parts=notes,
             is_replaced=group.is_replaced(candidate.index),
-            group_lost=is_lost(group),
             error=self.error if state == "failed" else None,
         )
 

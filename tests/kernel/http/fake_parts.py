@@ -11,9 +11,9 @@ from tests.parts.pruning.fake_learning import FakeLearning
 from tests.support.steps import lengths_of
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import BASE_MODEL, EngineLoad
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.moving.http.engine import Drained, MovesPart
-from vllm_rollout.parts.moving.rules.load import ArrivedKV, GroupLoad, RankLoad, RankState
+from vllm_rollout.parts.moving.rules.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad, RankState
 from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER, Holders
 from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.parts.shaping.http.engine import ShapingPart

@@ -196,6 +196,8 @@ ENDPOINTS = {
     ("/v1/rollouts/prompts", "get"), ("/v1/rollouts/state", "get"), ("/v1/rollouts/state", "put"),
     ("/v1/runs", "get"), ("/v1/runs", "post"), ("/v1/runs/{run_id}", "get"), ("/v1/runs/{run_id}", "delete"),
     ("/v1/runs/{run_id}/rounds", "post"), ("/v1/runs/{run_id}/rounds/{number}", "delete"),
+    ("/v1/feeds", "post"), ("/v1/feeds/{feed_id}", "get"), ("/v1/feeds/{feed_id}", "delete"),
+    ("/v1/feeds/{feed_id}/prompts", "post"), ("/v1/feeds/{feed_id}/batches", "post"),
     ("/v1/engines", "get"), ("/v1/engines/advice", "get"), ("/v1/engines/{rank}/drain", "post"),
     ("/v1/engines/{rank}/restore", "post"), ("/v1/weights/recompute", "post"),
     ("/v1/groups", "post"), ("/v1/groups/{group_id}", "get"), ("/v1/groups/{group_id}", "delete"),

@@ -6,12 +6,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from inspect import iscoroutinefunction
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.kernel.http.fake_engine import FakeEngine
+from vllm_rollout.kernel.http.answers import PartEvent
 from vllm_rollout.kernel.http.attempts import Graded
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, PlanPart, RolloutPart
@@ -77,7 +78,8 @@ async def test_a_part_hears_each_moment_in_the_documented_order(service: Rollout
     names: list[str] = []
     await run(service, Listening(names, lambda record: heard(GroupPart, names)()))
     before = ["choose", "check", "shape", "audit", "ready", "begun"]
-    group = ["ordered", "launching", *["ended"] * 3, "stopped", "over", "decided", "keep", "account", "told"]
+    candidates = ["ended", "fields_of"] * 3
+    group = ["ordered", "launching", *candidates, "stopped", "over", "decided", "keep", "account", "told"]
     assert names == [*before, *group, "finished", "warn", "leave", "over", "close"]
 
 
@@ -89,9 +91,12 @@ async def test_rewards_of_a_finished_rollout_are_heard_by_the_parts_of_the_servi
 
 
 async def test_a_part_defers_a_group(service: RolloutService) -> None:
+    class Deferred(PartEvent):
+        type: Literal["deferred"] = "deferred"
+
     class Deferring(GroupPart):
         async def over(self, over: Any) -> None:
-            over.result, over.deferred_because = deferred(over.result, "cut"), "cut"
+            over.result, over.deferred_because, over.event = deferred(over.result, "cut"), "cut", Deferred()
 
     events = await run(service, Listening([], lambda record: Deferring()))
     assert [event.type for event in events][-2:] == ["deferred", "done"]

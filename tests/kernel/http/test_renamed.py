@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,8 @@ from tests.kernel.http.conftest import make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout.kernel.client.body import option_fields, rollout_body
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.kernel.http.renamed import REMOVED, RENAMED, with_new_names
+from vllm_rollout.kernel.http.renamed import REMOVED, RENAMED
 from vllm_rollout.parts.rounds.client.run_calls import create_run, round
-from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
 from vllm_rollout.parts.sessions.client.agents import AgentOptions
 
 APP = make_app(FakeEngine())
@@ -94,40 +92,3 @@ def test_the_client_refuses_a_removed_option_with_what_to_do_instead(removed: st
     ):
         with pytest.raises(TypeError, match=f"^{removed}: removed, leave it out: let rounds filter"):
             call()
-
-
-@pytest.mark.parametrize("until", [None, "complete"])
-def test_a_run_that_was_kept_without_until_goes_on(until: str | None) -> None:
-    sessions = {"max_turns": 3, "until": "complete"}
-    kept = {"group_size": 2, "prompts_per_round": 2, "until": until, "sessions": sessions}
-    run = RunRequest.model_validate(with_new_names(kept))
-    assert run.sessions is not None
-    assert run.sessions.max_turns == 3
-
-
-@pytest.mark.parametrize("kept", [{"until": "variance"}, {"sessions": {"until": "variance"}}])
-def test_a_run_that_was_kept_with_until_is_refused(kept: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="removed, leave it out"):
-        RunRequest.model_validate(with_new_names({"group_size": 2, "prompts_per_round": 2, **kept}))
-
-
-@pytest.mark.parametrize(
-    ("old", "words"),
-    [
-        (None, None), ({}, ["logprobs"]), ({"logprobs": False}, []), ({"text": True}, ["text", "logprobs"]),
-        ({"text": True, "logprobs": False, "unselected": True}, ["text", "stopped"]),
-    ],
-)  # fmt: skip
-def test_what_an_earlier_version_kept_is_read_under_its_new_names(old: Any, words: list[str] | None) -> None:
-    kept = {"group_size": 2, "prompts_per_round": 2, "sampling": {"seed": 3}, "return": old}
-    run = RunRequest.model_validate(with_new_names(kept))
-    assert (run.sampling_params, run.include) == ({"seed": 3}, words)
-    memo = json.dumps({"digest": "d", "sampling": {"seed": 4}, "return": old})
-    again = RoundRequest.from_memo(memo)
-    assert (again.sampling_params, again.include) == ({"seed": 4}, words)
-
-
-@pytest.mark.parametrize("kept", [[], None, "text", {"return": 3}, {"return": ["text"]}, {"sessions": 3}])
-def test_what_nobody_kept_is_a_type_error(kept: Any) -> None:
-    with pytest.raises(TypeError):
-        with_new_names(kept)

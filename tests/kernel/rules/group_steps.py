@@ -6,9 +6,10 @@ from tests.support.steps import group_steps, said
 from vllm_rollout.kernel.rules.lifecycle import Group, Settlement
 from vllm_rollout.kernel.rules.step import Verdicts
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import CandidateId, EndReason, Observation
+from vllm_rollout.kernel.rules.types import CandidateId, EndReason
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import Observation
 from vllm_rollout.parts.pruning.rules.step import PRUNING
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 

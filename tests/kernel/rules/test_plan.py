@@ -31,13 +31,6 @@ def test_fields_make_a_plan(fields, plan):
     assert plan.num_candidates == plan.group_size + plan.redundancy
 
 
-def test_only_a_prompt_with_an_extreme_tail_takes_the_shortest_and_stops_early():
-    plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
-    assert plan.allocated(8, extreme=False) == plan
-    assert plan.allocated(8, extreme=True) == GroupPlan(4, 4, True, "shortest")
-    assert plan.allocated(8, extreme=True, early_stop=False) == GroupPlan(4, 4, False, "shortest")
-
-
 @pytest.mark.parametrize(
     ("fields", "field", "said"),
     [

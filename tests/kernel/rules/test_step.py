@@ -8,10 +8,10 @@ from tests.kernel.rules.group_steps import Run
 from tests.support.steps import group_steps, group_terms, said
 from vllm_rollout.kernel.rules.step import NO_VERDICTS, LaunchRefused
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import CandidateId, Confidence, HeadKey, Observation
+from vllm_rollout.kernel.rules.types import CandidateId, Confidence
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
 
 PLAN = PruningPlan(4, keep_ratio=0.5, min_labels=8)

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.scoring import ScoringTracker
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.kernel.tracker import arguments, dispatch, ops
+from vllm_rollout.kernel.tracker import arguments, dispatch
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
@@ -79,7 +79,6 @@ class Engine:
 
 
 def test_no_step_makes_the_host_wait(monkeypatch):
-    monkeypatch.setattr(ops, "active_implementation", dispatch.active_implementation)
     engine = Engine(META)
     engine.add(3)
     engine.add(2, detection_length=2)

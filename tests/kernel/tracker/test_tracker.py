@@ -11,8 +11,9 @@ import torch
 
 from tests.support.scoring import ScoringTracker
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.kernel.tracker.ops import token_confidence, windowed_confidence
+from vllm_rollout.kernel.tracker.ops import token_confidence
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
+from vllm_rollout.parts.pruning.worker.operators import windowed_confidence
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.scored_rows import DUE_COLUMNS
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.scoring import ScoringTracker
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.kernel.tracker.verified import VerifiedDrafts
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead

@@ -146,13 +146,13 @@ class Shown(NamedTuple):
         return self
 
     def add_to(self, report: RunnerReport) -> RunnerReport:
-        return report._replace(due=self.sums.tolist())
+        return report._replace(parts={"sums": self.sums.tolist()})
 
 
 def test_without_a_part_for_rows_confidences_are_reported_and_no_hidden_state_is_kept(runner):
     _, report = step(runner, new_request("a", 3, 1))
     assert np.isfinite(report.confidence).all()
-    assert (report.due, report.due_values) == ((), None)
+    assert report.parts == {}
 
 
 def test_parts_see_the_rows_of_candidates_that_they_want_each_its_own_arrays():
@@ -163,7 +163,7 @@ def test_parts_see_the_rows_of_candidates_that_they_want_each_its_own_arrays():
     observe_runner(runner, True, v2=False, cpu=False)
     runner.join(WorkerParts([("one", parts[0]), ("other", parts[1])], runner.observing.faults))
     _, report = step(runner, new_request("a", 3, None, observed=False))
-    assert report.due == [runner.hidden[0].sum().item()]
+    assert report.parts["sums"] == [runner.hidden[0].sum().item()]
     assert np.isfinite(report.confidence).all()
     runner.candidate_tracker.discard("a")
     for part in parts:

@@ -1,6 +1,5 @@
 """The runner mixins on runners without a model: what they show the tracker, and what rides on the step's output."""
 
-import inspect
 import pickle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,10 +10,8 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.support.scoring import ScoringTracker
-from tests.support.steps import group_terms, said
+from tests.support.steps import group_terms, said, scores_in
 from vllm_rollout.adapter.weights import Changes
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.kernel.tracker import ops
 from vllm_rollout.kernel.tracker import warm_up as warm_up_module
 from vllm_rollout.kernel.tracker.ops import token_confidence
 from vllm_rollout.kernel.tracker.step_values import StepValues
@@ -26,7 +23,7 @@ from vllm_rollout.kernel.worker.runner import ObservedOutput, observe_runner, ob
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 from vllm_rollout.parts.moving.worker.candidates import attach, detach
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, PruningPlan
 from vllm_rollout.parts.pruning.worker import scorer as scorer_module
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.part import PruningWorker
@@ -220,19 +217,19 @@ def test_a_due_candidate_s_state_goes_to_the_ring_and_its_score_on_the_output(ne
     new = (new_request("a", 3, 2), new_request("b", 2, 9), new_request("plain", 3, None, tagged=False))
     _, report = step(runner, [Row("plain", 3, 3), Row("a", 3, 3), Row("b", 2, 2)], new)
     assert np.isnan(report.confidence[:, 0]).tolist() == [[True, False, False]] * 2
-    assert report.due == ()
+    assert scores_in(report).request_ids == ()
     output, report = step(runner, [Row("b", 3, 3), Row("plain", 4, 4), Row("a", 4, 4)])
     assert np.isnan(report.confidence[:, 0]).tolist() == [[False, True, False]] * 2
-    ((request_id, seen),) = report.observations()
+    ((request_id, seen),) = scores_in(report).observations()
     assert (request_id, seen.head_version) == ("a", 3)
     assert seen.logit == pytest.approx(2 * runner.hidden[2].sum().item() + 0.5)
     features, found = ring.take([StateKey("b", 2), StateKey("plain", 2), StateKey("a", 2)])
     assert found == [2]
     assert torch.equal(features[0], runner.hidden[2])
     same = pickle.loads(pickle.dumps(output)).__dict__[REPORT_ATTRIBUTE]  # worker -> engine core
-    assert list(same.observations()) == [(request_id, seen)]
+    assert list(scores_in(same).observations()) == [(request_id, seen)]
     _, report = step(runner, [Row("a", 5, 5)])
-    assert report.due == ()
+    assert scores_in(report).request_ids == ()
 
 
 def test_the_head_that_scores_is_that_of_the_adapter_which_the_request_has(new_runner):
@@ -243,7 +240,7 @@ def test_the_head_that_scores_is_that_of_the_adapter_which_the_request_has(new_r
     adapters = {"x": "b", "y": None, "z": "a", "w": "another"}
     new = tuple(new_request(request_id, 3, 1, adapter=adapter) for request_id, adapter in adapters.items())
     _, report = step(runner, [Row(request_id, 3, 3) for request_id in adapters], new)
-    assert {id: seen.head_version for id, seen in report.observations()} == {"x": 3, "y": 1, "z": 2, "w": 0}
+    assert {id: seen.head_version for id, seen in scores_in(report).observations()} == {"x": 3, "y": 1, "z": 2, "w": 0}
 
 
 def test_an_unfinished_prefill_is_left_out(new_runner):
@@ -251,7 +248,7 @@ def test_an_unfinished_prefill_is_left_out(new_runner):
     _, report = step(runner, [Row("a", 2, 3)], (new_request("a", 3, 1),))
     assert report is None
     _, report = step(runner, [Row("a", 3, 3)])
-    assert list(report.due) == ["a"]
+    assert list(scores_in(report).request_ids) == ["a"]
 
 
 def test_without_a_candidate_nothing_rides_on_the_output(new_runner):
@@ -260,7 +257,7 @@ def test_without_a_candidate_nothing_rides_on_the_output(new_runner):
     assert report is None
     _, report = step(runner, [Row("plain", 4, 4), Row("a", 3, 3)], (new_request("a", 3, None),))
     assert report is not None
-    assert report.due_values is None
+    assert scores_in(report).due_values is None
     _, report = step(runner, [Row("plain", 5, 5)], finished=("a",))
     assert report is None
     assert len(runner.candidate_tracker) == 0
@@ -270,7 +267,7 @@ def test_a_request_id_that_ends_and_begins_in_one_step_begins_anew(new_runner):
     runner = new_runner(new_ring())
     step(runner, [Row("a", 3, 3)], (new_request("a", 3, 2),))
     _, report = step(runner, [Row("a", 5, 5)], (new_request("a", 5, 1),), finished=("a",))
-    assert list(report.due) == ["a"]
+    assert list(scores_in(report).request_ids) == ["a"]
 
 
 def test_a_rank_whose_outputs_nobody_reads_observes_nothing(new_runner):
@@ -342,7 +339,7 @@ def test_the_synchronous_loop_waits_for_values_that_are_on_a_device(monkeypatch)
     runner.answer = lambda: set_aside(runner, log)
     _, report = step(runner, [Row("a", 3, 3)], (new_request("a", 3, 1),))
     assert log == ["copy", "record", "wait"]
-    assert list(report.due) == ["a"]
+    assert list(scores_in(report).request_ids) == ["a"]
 
 
 def set_aside(runner: RunnerV1, log: list[str]) -> ModelRunnerOutput:
@@ -356,7 +353,7 @@ def test_a_prompt_of_embeddings_has_its_length_too(new_runner):
     request.prompt_token_ids, request.prompt_embeds = None, torch.zeros(4, HIDDEN_SIZE)
     step(runner, [Row("a", 4, 4)], (request,))
     _, report = step(runner, [Row("a", 5, 5)])
-    assert list(report.due) == ["a"]
+    assert list(scores_in(report).request_ids) == ["a"]
 
 
 def test_operators_are_warmed_with_the_model_s_logits_where_vllm_warms_its_sampler(new_runner, monkeypatch):
@@ -378,13 +375,13 @@ def test_operators_are_warmed_with_the_model_s_logits_where_vllm_warms_its_sampl
 def test_warming_up_calls_every_operator_for_whatever_the_model_makes(monkeypatch, dtype):
     """With tensors of the model's dtype, and the head with few rows and with many: each compiles its own kernel."""
     calls = []
-    operators = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))} - {"active_implementation"}
-    for name in operators:
-        module = warm_up_module if hasattr(warm_up_module, name) else scorer_module
-        monkeypatch.setattr(module, name, called(name, getattr(ops, name), calls))
+    places = {"token_confidence": warm_up_module, "update_confidence": warm_up_module}
+    places |= {"quality_head": scorer_module, "windowed_confidence": scorer_module}
+    for name, module in places.items():
+        monkeypatch.setattr(module, name, called(name, getattr(module, name), calls))
     parts = ScoringTracker(torch.device("cpu")).parts
     warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype), parts)
-    assert {name for name, _ in calls} == operators
+    assert {name for name, _ in calls} == places.keys()
     assert {tensors[0].dtype for name, tensors in calls if name in ("token_confidence", "quality_head")} == {dtype}
     nums_due = [len(tensors[1]) for name, tensors in calls if name == "quality_head"]
     assert min(nums_due) <= 16 < max(nums_due), "FEW_DUE of kernels/triton/quality_head.py"
@@ -429,14 +426,14 @@ def test_of_a_step_s_drafts_those_are_observed_that_are_accepted(cpu):
     assert report.first_positions.tolist() == [0, 0, 0]
     seen = ~np.isnan(report.confidence)
     assert seen[0].tolist() == seen[1].tolist() == [[True, True, True], [True, False, False], [True, False, False]]
-    assert [id for id, _ in report.observations()] == ["a"], "b has one token, of three"
+    assert [id for id, _ in scores_in(report).observations()] == ["a"], "b has one token, of three"
     features, found = ring.take([StateKey("a", 2), StateKey("b", 3)])
     assert found == [0]
     assert torch.equal(features[0], runner.hidden[1])
     runner.num_drafted, runner.num_sampled = (0, 3, 0), (1, 2, 1)
     _, report = step(runner, [Row("a", 6, 6), Row("b", 7, 7), Row("c", 4, 4)])
     assert report.first_positions.tolist() == [3, 1, 1]
-    assert [id for id, _ in report.observations()] == ["b"]
+    assert [id for id, _ in scores_in(report).observations()] == ["b"]
     assert torch.equal(ring.take([StateKey("b", 3)])[0][0], runner.hidden[2])
 
 
@@ -480,7 +477,7 @@ def test_a_report_comes_with_the_output_and_not_before(new_runner):
     assert isinstance(output, ObservedOutput)
     assert output.get_kv_connector_output() == "connector"
     assert len(ring) == 0
-    assert list(output.get_output().__dict__[REPORT_ATTRIBUTE].due) == ["a"]
+    assert list(scores_in(output.get_output().__dict__[REPORT_ATTRIBUTE]).request_ids) == ["a"]
     assert len(ring) == 1
 
 

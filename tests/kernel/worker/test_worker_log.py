@@ -7,7 +7,7 @@ import pytest
 
 from vllm_rollout.kernel.tracker import dispatch
 from vllm_rollout.kernel.tracker.build_command import build_command
-from vllm_rollout.kernel.tracker.ops import active_implementation
+from vllm_rollout.kernel.tracker.dispatch import active_implementation
 from vllm_rollout.kernel.worker.worker import logger, say_what_serves
 
 

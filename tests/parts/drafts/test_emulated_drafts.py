@@ -10,9 +10,8 @@ from vllm.v1.engine import EngineCoreOutput
 
 from tests.kernel.core.scheduler_runs import NO_AUDITS
 from tests.parts.emulation.emulated_run import EmulatedRun
-from tests.support.steps import group_terms, scores
+from tests.support.steps import group_terms, scores, scores_in
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, EndingNote
 from vllm_rollout.parts.drafts.acceptance import DraftSettings
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, bin_of
@@ -21,7 +20,7 @@ from vllm_rollout.parts.emulation.device import StepWork
 from vllm_rollout.parts.emulation.settings import settings_type
 from vllm_rollout.parts.emulation.worker.ports import SaidRow
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, PruningPlan
 from vllm_rollout.parts.pruning.with_emulation.worker import HIDDEN_SIZE
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
@@ -222,7 +221,8 @@ def test_scores_are_those_without_drafts(new_run):
         launch(run, pruning=SCORED, scoring=Scoring("rollout", "prompt", 7))
         run.run()
         reports = [its for step in run.steps if (its := step.output.__dict__.get(REPORT_ATTRIBUTE)) is not None]
-        observed = {(id, o.detection_length, o.head_version) for its in reports for id, o in its.observations()}
+        each = [pair for its in reports for pair in scores_in(its).observations()]
+        observed = {(id, o.detection_length, o.head_version) for id, o in each}
         assert len(observed) == 2 * (7 + 5 + 4)
         notes = {id: EndingNote.take(its[-1].kv_transfer_params)[0] for id, its in run.outputs.items()}
         seen.append((observed, {id: _scores(note) for id, note in notes.items()}))

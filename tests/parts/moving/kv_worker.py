@@ -27,11 +27,11 @@ class KVWorker(KVCalls):
         self._run, self._sample = run, run.sample
         run.sample = self._execute_and_sample
         self._block_size = run.scheduler.block_size
-        num_blocks = run.scheduler.kv_cache_config.num_blocks
-        shape = (NUM_LAYERS, num_blocks, self._block_size)
+        config = run.scheduler.kv_cache_config
+        shape = (NUM_LAYERS, config.num_blocks, self._block_size)
         self.kv_blocks = torch.full(shape, UNKNOWN, dtype=torch.int64)
         """Token + layer."""
-        self.model_runner = self
+        self.model_runner = SimpleNamespace(kv_cache_config=config, kv_caches=list(self.kv_blocks))
         self.num_computed = 0
         """Tokens, over all steps."""
         self.known: set[str] = set()

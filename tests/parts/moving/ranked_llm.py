@@ -30,7 +30,6 @@ from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.life_port import Death
-from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.api.outputs import CandidateFailed
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -138,7 +137,7 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
         self.output_processor = OutputProcessor(None, log_stats=False)
         self.log_requests = False
         self.door = Door()
-        self.lost_weights = LostWeights()
+        self.before_rollouts = None
         self._candidates = WeakKeyDictionary()
         self.vllm_config = cores[0].scheduler.vllm_config
         self.model_config = SimpleNamespace(get_diff_sampling_param=dict)

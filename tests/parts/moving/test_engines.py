@@ -84,15 +84,6 @@ async def test_what_moved_is_told_of_each_rank(engine: FakeEngine, http: httpx.A
 PROMPTS = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(8)]
 
 
-async def test_kv_of_older_weights_is_computed_again(engine: FakeEngine, http: httpx.AsyncClient):
-    for body in (None, {"request_ids": ["rollout-1"]}):
-        answer = await http.post("/v1/weights/recompute", json=body)
-        assert answer.json() == {"object": "weights.recompute", "num_candidates": 3}
-    assert engine.recomputed == [None, ["rollout-1"]]
-    answer = await http.post("/v1/weights/recompute", json={"request_ids": "rollout-1"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_ids")
-
-
 async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_after_it(engine, app):
     engine.moves.num_ranks = 4
     engine.step_s = 0.002

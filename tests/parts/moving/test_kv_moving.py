@@ -56,7 +56,7 @@ def test_what_came_says_what_the_next_one_costs(new_ranks):
     assert assumed == other
     assert (assumed.block_size, assumed.s_per_token > 0) == (BLOCK_SIZE, True)
     moved(ranks, 1)
-    states = [run.scheduler.part(GroupMoves).state(run.scheduler.load) for run in ranks.runs]
+    states = [run.scheduler.part(GroupMoves).state() for run in ranks.runs]
     source, target = (its.kv for its in states)
     assert (source.transfer, source.num_groups) == (assumed, 0)
     assert target.transfer.s_per_token not in (0, assumed.s_per_token)

@@ -10,8 +10,7 @@ from tests.kernel.core.scheduler_runs import add_group, assert_nothing_left, pru
 from tests.parts.moving.moving_runs import assert_both_end, assert_each_once, ids_and_lengths
 from tests.support.steps import judge_of, races_of, scores
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, PruningPlan
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 

@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vllm_rollout.kernel.worker.runner import RunnerMixin
 from vllm_rollout.parts.moving.wire import KVSegment
 from vllm_rollout.parts.moving.worker import kv_layers, shared_kv
+from vllm_rollout.parts.moving.worker.kv_calls import kv_blocks
 from vllm_rollout.parts.moving.worker.kv_layers import KVLayers, free_bytes
 from vllm_rollout.parts.moving.worker.shared_kv import SharedKV
 
@@ -45,7 +45,7 @@ def new_cache(
     for cache in caches.values():
         cache.copy_(torch.rand(cache.shape) if fill is None else torch.full(cache.shape, fill))
     runner = SimpleNamespace(kv_cache_config=config, kv_caches=[*caches.values(), caches["a"]])  # d has a's
-    layers = RunnerMixin.kv_blocks.fget(runner)
+    layers = kv_blocks(runner)
     assert len(layers) == len(LAYERS)
     return SharedKV(KVLayers(layers), 0), torch.stack([layer.float() for layer in layers])
 

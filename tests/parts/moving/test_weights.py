@@ -21,8 +21,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
 from tests.parts.moving.moving_runs import Ranks
 from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
-from vllm_rollout.kernel.core.weights import salt_to_move
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
+from vllm_rollout.parts.moving.core.moving import salt_to_move
 
 BLOCK_SIZE = 16
 NUM_SCHEDULES = int(os.environ.get("NUM_SCHEDULES", 100))
@@ -112,7 +112,7 @@ class KnownKV:
     def recompute(self) -> None:
         """All groups: from now on none of their candidates may read KV of older weights."""
         running = {request.request_id for request in self.run.scheduler.running}
-        of_groups = {candidate.request.request_id for candidate in self.run.scheduler._by_id.values()}
+        of_groups = {candidate.request.request_id for candidate in self.run.scheduler.launched.values()}
         self.run.scheduler.recompute(None)
         self.born |= dict.fromkeys(running & of_groups, Changes.num)
 

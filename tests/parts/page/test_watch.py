@@ -18,8 +18,7 @@ from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.engine import CandidateTokens
-from vllm_rollout.kernel.rules.types import RunningGroup
-from vllm_rollout.parts.moving.rules.load import RankState
+from vllm_rollout.parts.moving.rules.load import RankState, RunningGroup
 from vllm_rollout.parts.page.http import viewers
 from vllm_rollout.parts.page.http.plan import PagePlan
 from vllm_rollout.parts.page.http.recorder import TraceRecorder

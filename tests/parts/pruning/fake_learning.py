@@ -22,9 +22,9 @@ from safetensors.numpy import save
 from tests.parts.pruning.reports import report_of
 from tests.support.steps import lengths_of, new_judge
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
-from vllm_rollout.kernel.rules.memories import Memory
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Confidence
+from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.judge import Judge
@@ -32,6 +32,7 @@ from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_pr
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import PruningMemory
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, Observation
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
 

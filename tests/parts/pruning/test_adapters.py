@@ -13,8 +13,8 @@ from tests.parts.pruning.fake_learning import MODEL, succeeded
 from tests.parts.pruning.learning_steps import DETECTION_LENGTH, PRUNING, post, rewards_of, roll, teach
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.http.body import HEAD_HEADER
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 
 HEAD = "/v1/quality_head"
 REPORT = "/v1/quality_head/report"

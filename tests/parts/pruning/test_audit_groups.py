@@ -14,9 +14,10 @@ from tests.parts.pruning.reports import report_of
 from tests.support.steps import group_steps, group_terms, judged, said
 from vllm_rollout.kernel.rules.lifecycle import Group, Settlement
 from vllm_rollout.kernel.rules.step import LaunchRefused
-from vllm_rollout.kernel.rules.types import CandidateId, HeadKey
+from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.step import PruningStep
 
 F, S, X, R = "finished", "surplus", "failed", "running"

@@ -13,12 +13,12 @@ from tests.support.steps import group_terms
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import WHOLE, Assessment, CandidateId, Confidence, Observation
+from vllm_rollout.kernel.rules.types import Assessment, CandidateId, Confidence
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.learning import Learning
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Scoring
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS, PruningMemory
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT
 
 LENGTH = 8

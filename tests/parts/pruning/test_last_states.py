@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from tests.support.scoring import ScoringTracker
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
-from vllm_rollout.kernel.tracker.ops import quality_head
+from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
+from vllm_rollout.parts.pruning.worker.operators import quality_head
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead

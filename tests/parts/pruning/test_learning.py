@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.parts.pruning.reports import report_of
-from vllm_rollout.kernel.rules.types import Assessment, Confidence, Observation
+from vllm_rollout.kernel.rules.types import Assessment, Confidence
 from vllm_rollout.parts.pruning.rules.learning import REPORT_WINDOW, Learning, Siblings, label_weight
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT
 
 PLAN = PruningPlan(detection_length=16, min_labels=8, allow_fewer=True)

@@ -25,24 +25,23 @@ from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.call_table import Operation
-from vllm_rollout.kernel.core import readings
 from vllm_rollout.kernel.core.calls import answered, rollout_call
-from vllm_rollout.kernel.core.readings import MAX_READINGS, Readings
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memory
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
+from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, Confidence
 from vllm_rollout.kernel.worker.worker import RolloutWorker
+from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
 from vllm_rollout.parts.pruning.calls import POST_REWARDS
-from vllm_rollout.parts.pruning.core import learning_calls
-from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
+from vllm_rollout.parts.pruning.core import learning_calls, readings
+from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls, PruningCore
+from vllm_rollout.parts.pruning.core.readings import MAX_READINGS, Readings
 from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, Observation, PruningPlan
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 from vllm_rollout.parts.shaping.calls import LENGTH_HISTORY, OBSERVE_LENGTHS, LengthsToLookUp, ObservedGroup
@@ -72,7 +71,9 @@ class Rank:
             new_scorer(torch.device("cpu")), self.ring,
             hidden_size=HIDDEN_SIZE, model=model, device=torch.device("cpu"),
         )  # fmt: skip
-        self.scheduler = SimpleNamespace(group_steps=group_steps(), readings=Readings())
+        self.scheduler = SimpleNamespace(group_steps=group_steps())
+        self.part = PruningCore(self.scheduler)
+        self.scheduler.part = {PruningCore: self.part}.get
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name=model))
         self.worker_calls: list[str] = []
         self.arguments: dict[str, list[Any]] = {name: [] for name in answered()}
@@ -348,11 +349,11 @@ def test_a_state_is_read_in_parts_between_which_the_engine_goes_on(monkeypatch):
     assert len(rank.arguments["read"]) > len(whole) / 200_000
     assert Engine(Rank()).set_learning_state(whole) is None
     # Now with rewards, lengths and training in between.
-    rank.scheduler.readings.open("r", LearningCalls(
-        rank.judge, rank.scheduler.readings, lambda *call: rank.collective_rpc(call[0], call[1:])[1], model="model"
+    rank.part.readings.open("r", LearningCalls(
+        rank.judge, rank.part.readings, lambda *call: rank.collective_rpc(call[0], call[1:])[1], model="model"
     )._state("r"))  # fmt: skip
     parts, number = [], 0
-    while (piece := rank.scheduler.readings.read("r")) is not None:
+    while (piece := rank.part.readings.read("r")) is not None:
         parts.append(piece.data)
         number += 1
         if number < 30:

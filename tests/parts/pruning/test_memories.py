@@ -7,10 +7,11 @@ import pytest
 
 from tests.support.steps import lengths_of, new_judge, new_memories
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.kernel.rules.memories import Memories, Memory
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.memories.rules import Memories, Memory
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.memory import MEMORY, PruningMemory
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 NAMES = [f"adapter {number}" for number in range(MAX_ADAPTERS)]

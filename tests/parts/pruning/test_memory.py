@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.parts.pruning.reports import report_of
 from tests.support.steps import lengths_of, new_memories
-from vllm_rollout.kernel.rules.memories import PROMPTS_PER_ROW, Memory
-from vllm_rollout.kernel.rules.types import Confidence, Observation
+from vllm_rollout.kernel.rules.types import Confidence
+from vllm_rollout.parts.memories.rules import PROMPTS_PER_ROW, Memory
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS, MEMORY, OUTCOMES_PER_ROW, PruningMemory
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load
 
 from tests.support.scoring import new_scorer
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.worker import quality_head, quality_heads
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import (

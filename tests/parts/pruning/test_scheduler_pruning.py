@@ -13,11 +13,11 @@ from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothin
 from tests.support.steps import group_terms, judge_of, said, scores
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, HeadKey, Observation
+from vllm_rollout.kernel.rules.types import Assessment, Confidence
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.pruning.rules.learning import Learning
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, Observation, PruningPlan
 
 PLAN = PruningPlan(detection_length=10, allow_fewer=True)
 SHADOW = replace(PLAN, mode="shadow")

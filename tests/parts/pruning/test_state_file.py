@@ -19,12 +19,12 @@ from tests.parts.pruning.test_learning_calls import HEAD, Client, Rank, content,
 from tests.support.steps import lengths_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.api import state_file
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.api.state_file import LEARNED, MAX_HEADS, StateFile
 from vllm_rollout.parts.pruning.calls import PUT_HEAD
 from vllm_rollout.parts.pruning.options import PruningOptions
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.rounds.http.store import RUNS, RunStore
 from vllm_rollout.parts.rounds.rules.rounds import Run, RunTerms
 from vllm_rollout.parts.rounds.rules.rounds_state import run_to_state

@@ -24,6 +24,7 @@ from vllm_rollout.parts.rounds.http.store import RunStore
 pytestmark = pytest.mark.anyio
 
 RUN = {"id": "a", "group_size": 2, "prompts_per_round": 2, "sampling_params": {"seed": 3}}
+FEED = {"id": "f", "group_size": 2, "batch": 1, "max_staleness": 1}
 PRUNING = {"detection_length": 4, "mode": "shadow"}
 OF_ALL = {"rank", "path"}
 """Parameters that name nothing of a client's: an engine's rank, a file of the page."""
@@ -69,12 +70,13 @@ async def everything(http: httpx.AsyncClient) -> dict[str, str]:
     await posted(http, "/v1/runs", RUN, 201)
     await posted(http, "/v1/runs/a/rounds", {"prompts": prompts(0, 3), "idempotency_key": "k"})
     group = await posted(http, "/v1/groups", {"id": "g", "group_size": 2}, 201)
+    await posted(http, "/v1/feeds", FEED, 201)
     rollout = await posted(
         http, "/v1/rollouts",
         {"prompts": prompts(0, 1), "group_size": 2, "pruning": PRUNING, "sampling_params": {"min_tokens": 12}},
     )  # fmt: skip
     return {"run_id": "a", "number": "0", "group_id": group["id"], "session_id": group["to_begin"][0],
-            "rollout_id": rollout["id"], "position": "0"}  # fmt: skip
+            "feed_id": "f", "rollout_id": rollout["id"], "position": "0"}  # fmt: skip
 
 
 def paths(names: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -91,6 +93,8 @@ BODIES = {
     "rewards": {"rewards": [{"prompt_id": "q0", "index": 0, "reward": 1.0}]},
     "rounds": {"prompts": prompts(3, 3), "idempotency_key": "k"},
     "finish": {"reward": 1.0},
+    "prompts": {"prompts": prompts(0, 1)},
+    "batches": {"timeout_s": 1},
 }
 """By the last word of a path."""
 

@@ -13,12 +13,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.support.time_limit import end_within
 from tests.support.waiting import eventually
-from vllm_rollout.kernel.api import lost_weights
 from vllm_rollout.kernel.api.door import Door
-from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.ports import ApiPart
-from vllm_rollout.parts.rounds.with_shaping.api import rebuilding
+from vllm_rollout.parts.rounds.with_shaping.api import lost_weights, rebuilding
+from vllm_rollout.parts.rounds.with_shaping.api.lost_weights import LostWeights
 from vllm_rollout.parts.rounds.with_shaping.api.rebuilding import ClosedEngine, Resizer
 from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Resized
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
@@ -78,11 +77,10 @@ class Client:
 
     def __init__(self) -> None:
         self.door = Door()
-        self.lost_weights = LostWeights()
         self.engine_core = Core(1)
         self.engine_core.learned = b"much"
         self.vllm_config = config_of(None, 1)
-        self.output_handler = "reads"
+        self.output_handler = asyncio.get_running_loop().create_future()
         self.is_asleep = self.pauses = False
         self.num_unfinished = 0
 
@@ -95,12 +93,8 @@ class Client:
     def get_num_unfinished_requests(self) -> int:
         return self.num_unfinished
 
-    async def stop_reading(self) -> str:
-        handler, self.output_handler = self.output_handler, None
-        return handler
-
-    def read_from(self, core: Core, config) -> None:
-        self.engine_core, self.vllm_config, self.output_handler = core, config, "reads the new one"
+    def _run_output_handler(self) -> None:
+        self.output_handler = "reads the new one"
 
     async def reset_mm_cache(self) -> None:
         pass
@@ -151,14 +145,14 @@ async def test_what_was_learned_is_in_the_new_engine_and_the_old_one_is_gone(sta
     assert before.resources.engine_dead
     assert (client.engine_core.size, client.engine_core.learned) == (2, b"much")
     assert client.output_handler == "reads the new one"
-    assert client.lost_weights.version is None
+    assert resizer.lost.version is None
 
 
 async def test_weights_that_were_sent_are_missed(started):
     client, _, resizer = make()
     client.engine_core.weight_version = "step-7"
     await resizer.resize(2, 0.0)
-    assert client.lost_weights.version == "step-7"
+    assert resizer.lost.version == "step-7"
 
 
 @pytest.mark.parametrize("reason", ["pauses", "is_asleep", "num_unfinished", "is_busy", "inside"])
@@ -207,10 +201,11 @@ async def test_requests_and_calls_on_their_way_are_answered_by_the_old_engine_an
 async def test_a_call_that_is_not_answered_leaves_the_engine_as_it_is(started, monkeypatch):
     monkeypatch.setattr(rebuilding, "CALLS_TIMEOUT_S", 0.0)
     client, _, resizer = make()
-    core = client.engine_core
+    core, reader = client.engine_core, client.output_handler
     core.utility_results[0] = "asked"
     assert (await resizer.resize(2, 0.0)).outcome == "busy"
-    assert (client.engine_core, client.output_handler, started) == (core, "reads", [])
+    assert (client.engine_core, client.output_handler, started) == (core, reader, [])
+    assert not reader.done()
 
 
 async def test_when_the_size_does_not_start_the_engine_that_was_comes_back(started):
@@ -225,13 +220,14 @@ async def test_when_the_size_does_not_start_the_engine_that_was_comes_back(start
 async def test_when_none_starts_the_engine_is_dead_and_whoever_waits_is_told(started):
     end_within(10)
     client, _, resizer = make()
-    client.vllm_config = config_of(None, 8)
+    client.vllm_config, reader = config_of(None, 8), client.output_handler
     with pytest.raises(RequestError, match="the engine has stopped") as error:
         await resizer.resize(4, 0.0)
     assert error.value.status == 503
     assert started == [4, 8]
     assert client.engine_core.resources.engine_dead
-    assert client.output_handler == "reads"  # ended: so vLLM's watch sees it
+    assert client.output_handler is reader
+    assert reader.done()  # so vLLM's watch sees it
     with pytest.raises(EngineDeadError):
         await client.engine_core.call()
     async with client.door.passing():
@@ -334,27 +330,31 @@ def versions(*said: str):
     return current_version
 
 
+def lost_by(get_weight_version) -> LostWeights:
+    return LostWeights(SimpleNamespace(get_weight_version=get_weight_version))
+
+
 async def test_where_none_were_lost_nothing_is_asked():
     async def ask() -> str:
         raise AssertionError("asked")
 
-    await LostWeights().found(ask)
+    await lost_by(ask).found()
 
 
 async def test_a_rollout_waits_for_weights_and_the_next_one_does_not(monkeypatch):
     monkeypatch.setattr(lost_weights, "LOOK_S", 0.0)
-    lost = LostWeights()
+    lost = lost_by(versions("default", "default", "step-8"))
     lost.version = "step-7"
-    await lost.found(versions("default", "default", "step-8"))
+    await lost.found()
     assert lost.version is None
 
 
 async def test_without_them_it_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr(lost_weights, "PATIENCE_S", 0.0)
-    lost = LostWeights()
+    lost = lost_by(versions("default"))
     lost.version = "step-7"
     with pytest.raises(GracefulHTTPError, match="in place of version 'step-7'") as error:
-        await lost.found(versions("default"))
+        await lost.found()
     assert error.value.http_status == 409
     assert lost.version == "step-7"
 
@@ -371,7 +371,7 @@ async def test_a_group_that_waits_for_the_next_engine_waits_for_its_weights_too(
     llm.door.shut()
     cluster.start("g", [5, 5], 2)
     await cluster.turn()
-    llm.lost_weights.version = "step-7"  # the engine behind the door is another one
+    LostWeights(llm).version = "step-7"  # the engine behind the door is another one
     llm.door.open()
     for _ in range(3):
         await cluster.turn()

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -22,10 +23,12 @@ from tests.support.steps import pruned_by
 from vllm_rollout.kernel.http.ended import candidate_of, trajectory_of
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, CandidateState, Confidence, Ending
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, CandidateState, Confidence, Ending, Scores
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording.file import read_trace
+from vllm_rollout.parts.pruning.http.plan import ScoredGroup
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import SCORES
 from vllm_rollout.parts.rounds.http import kept as kept_module
 from vllm_rollout.parts.rounds.http.kept import keep, read_kept
 from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
@@ -275,20 +278,20 @@ def test_one_that_lost_a_tie_is_over_by_itself():
     tie = replace(tie, ending=replace(tie.ending, ended_by_itself=True))
     (kept,) = read_kept(keep([tie], 1))
     assert (kept.whole, kept.finish_reason, kept.stop_reason) == (True, "stop", None)
-    said = [candidate_of(each, frozenset({"stopped"}), GroupPlan(1)) for each in (tie, end(1, "surplus", 3))]
+    said = [candidate_of(each, frozenset({"stopped"}), {}) for each in (tie, end(1, "surplus", 3))]
     assert [candidate.ended_by_itself for candidate in said] == [True, False]
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("active", 0.125), ("shadow", 0.5)])
 def test_survival_is_not_forgotten(mode, expected):
     plan = PruningPlan(2, mode=mode)
-    judged = end(0, "deferred", 4, assessment=ASSESSMENT, survival_before=0.5)
+    judged = end(0, "deferred", 4, parts=SCORES.value(Scores(ASSESSMENT, None)), survival_before=0.5)
     (kept,) = read_kept(keep([judged], 1, stops=mode == "active"))
     assert kept.survival_probability == expected
     later = end(0, "finished", 9, survival_before=kept.survival_probability)
-    trajectory = trajectory_of(
-        later, frozenset({"logprobs"}), GroupPlan(1, parts=pruned_by(replace(plan, mode="shadow")))
-    )
+    record = SimpleNamespace(plan=GroupPlan(1, parts=pruned_by(replace(plan, mode="shadow"))))
+    fields = ScoredGroup(None, record, None, 0).fields_of(later, selected=True)
+    trajectory = trajectory_of(later, frozenset({"logprobs"}), fields)
     assert trajectory.survival_probability == trajectory.inclusion_probability == expected
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import httpx
 import pytest
@@ -16,10 +17,11 @@ import pytest
 from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import WAIT_S, wait_until
-from vllm_rollout import AsyncRolloutClient, AsyncRun, RolloutClient, RolloutError, Run
-from vllm_rollout.kernel.http.answers import DeferredEvent, GroupEvent, RoundDoneEvent, RoundEvent
+from vllm_rollout import AsyncRolloutClient, AsyncRun, RolloutClient, RolloutError, Run, answers
+from vllm_rollout.kernel.http.answers import GroupEvent
 from vllm_rollout.parts.rounds.client import run as run_module
 from vllm_rollout.parts.rounds.client.run_calls import named
+from vllm_rollout.parts.rounds.http.answers import DeferredEvent, RoundDoneEvent, RoundEvent, RoundStreamEvent
 
 
 def make_run(client: RolloutClient, **options: object) -> Run:
@@ -60,6 +62,7 @@ def test_a_round_is_streamed(client: RolloutClient) -> None:
     run = make_run(client)
     events = list(run.stream(data(6), key="k"))
     assert isinstance(events[0], RoundEvent)
+    assert {event.__name__ for event in get_args(RoundStreamEvent)} <= {*answers.__all__}
     done = events[-1]
     assert isinstance(done, RoundDoneEvent)
     deferred = [event.prompt_id for event in events if isinstance(event, DeferredEvent)]

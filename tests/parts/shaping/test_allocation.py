@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
-from vllm_rollout.kernel.rules.plan import GroupPlan, upper_bound
+from vllm_rollout.kernel.rules.plan import GroupPlan, make_plan, upper_bound
 from vllm_rollout.parts.shaping.rules.allocation import (
     BatchPrompt,
     Budget,
     allocate,
     allocate_batch,
+    allocated,
     extreme_tails,
     normalized_weights,
     optimal_budget,
@@ -268,3 +269,10 @@ def test_a_batch_is_priced_with_its_mean_prompt_and_its_largest_limit():
     mixed = budget(BatchPrompt(None, 100, 300), BatchPrompt(None, 300), BatchPrompt(None, 200, 600))
     assert mixed == budget(*[BatchPrompt(None, 200, 600)] * 3)
     assert mixed != budget(*[BatchPrompt(None, 200, 300)] * 3)
+
+
+def test_only_a_prompt_with_an_extreme_tail_takes_the_shortest_and_stops_early():
+    plan = make_plan(4, 4, selection="dual_end", patience=1.5, max_candidates=8)
+    assert allocated(plan, 8, extreme=False) == plan
+    assert allocated(plan, 8, extreme=True) == GroupPlan(4, 4, True, "shortest")
+    assert allocated(plan, 8, extreme=True, early_stop=False) == GroupPlan(4, 4, False, "shortest")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import HISTORY_KEY_CHARS
-from vllm_rollout.kernel.rules.memories import MAX_HISTORY_PROMPTS
 from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.memories.rules import MAX_HISTORY_PROMPTS
 from vllm_rollout.parts.shaping.rules.history import (
     HISTORY_DATASET_HALF_LIFE,
     HISTORY_PROMPT_WEIGHT,

@@ -14,7 +14,6 @@ from tests.support.steps import group_steps, judge_of, lengths_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.core.calls import rollout_call
-from vllm_rollout.kernel.core.readings import Readings
 from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.parts.shaping.api.lengths import KEYS_PER_CALL, EngineShaping
 from vllm_rollout.parts.shaping.calls import RECORD_STEPS, SET_COST_MODEL, STEP_DRIFT, TAKE_STEPS, CostToCompare
@@ -32,7 +31,7 @@ class Core:
     """An engine core with our scheduler's parts and nothing else."""
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(group_steps=group_steps(), readings=Readings())
+        self.scheduler = SimpleNamespace(group_steps=group_steps())
         self.shaping = ShapingCore(self.scheduler)
         self.scheduler.part = {ShapingCore: self.shaping}.get
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="model"))

@@ -11,8 +11,9 @@ from tests.support.steps import group_steps, is_lost, said
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import Confidence, Ending, Observation
+from vllm_rollout.kernel.rules.types import Confidence, Ending
 from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.pruning_plan import Observation
 from vllm_rollout.parts.pruning.rules.step import PRUNING
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress

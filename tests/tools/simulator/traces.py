@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from tests.support.steps import group_steps
-from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.simulated import score
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout

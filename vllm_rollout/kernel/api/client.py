@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -30,7 +29,6 @@ from vllm_rollout.kernel.api.forking import fork_engines
 from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
 from vllm_rollout.kernel.api.life import Life
-from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.call_table import ABORT_REQUESTS
 from vllm_rollout.kernel.http.engine import EngineStopped
@@ -38,6 +36,8 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.request_names import may_name_rollout, names_of_request
 from vllm_rollout.kernel.wire import CandidateTag
 
+UNNAMED_WEIGHTS = "default"
+"""vLLM's weight version until a client names one."""
 ABORT_AGAIN_S = 0.1
 NUM_ABORTS = 3
 """A rollout is aborted repeatedly, until this many attempts in a row find nothing of it."""
@@ -58,7 +58,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.after_version: Callable[[str], None] | None = None
         """Called with the name of new weights, once the engine has it."""
         self.door = Door()
-        self.lost_weights = LostWeights()
+        self.before_rollouts: Callable[[], Awaitable[None]] | None = None
+        """Called before a rollout, or a candidate of a group, begins."""
         fork_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         keep_to_output_text(self.output_processor)
@@ -190,8 +191,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     @asynccontextmanager
     async def _passing(self, tag: CandidateTag | None) -> AsyncIterator[None]:
         async with self.door.passing():
-            if tag is not None:  # inside: a request that has not passed may reach another engine
-                await self.lost_weights.found(self.get_weight_version)
+            if tag is not None and self.before_rollouts is not None:  # one that has not passed may reach another engine
+                await self.before_rollouts()
             yield
 
     def _run_output_handler(self) -> None:
@@ -220,35 +221,10 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         if self.before_weights is not None:
             await self.before_weights()
 
-    async def stop_reading(self) -> asyncio.Task[None] | None:
-        """Stop reading the engine's outputs. Returns the ended task that has read them."""
-        handler, self.output_handler = self.output_handler, None
-        if handler is not None:
-            handler.cancel()
-            await asyncio.gather(handler, return_exceptions=True)
-        return handler
-
-    def read_from(self, engine_core: AsyncMPClient, config: VllmConfig) -> None:
-        """Use another engine from now on."""
-        self.engine_core, self.vllm_config = engine_core, config
-        self._run_output_handler()
-
     def _group_of(self, internal_id: str) -> str | None:
         """Group id of a running candidate."""
         state = self.output_processor.request_states.get(internal_id)
         return None if state is None else self._candidates.get(state.queue)  # type: ignore[arg-type]
-
-    def send_to(self, rank: int, request_ids: Iterable[str]) -> None:
-        """Send later messages about these requests to another rank."""
-        core = self.engine_core
-        target = core.core_engines[rank]
-        for request_id in request_ids:
-            before = core.reqs_in_flight.get(request_id)
-            if before is None:  # it has just ended on this side
-                continue
-            core.reqs_in_flight[request_id] = target
-            core.engine_inflight[before] -= 1
-            core.engine_inflight[target] += 1
 
     async def lose_group(self, group_id: str, error: Exception) -> None:
         """End a group whose candidates may be in any engine core or none: abort and fail all of them."""

@@ -22,7 +22,7 @@ class RolloutEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         from vllm_rollout.kernel.api.open_paths import OpenPaths
-        from vllm_rollout.kernel.api.refusals import refuse_full_turns, refuse_our_fields_in_beam_search
+        from vllm_rollout.kernel.api.refusals import refuse_our_fields_in_beam_search
         from vllm_rollout.kernel.http.clients import ClientNamespaces
         from vllm_rollout.kernel.http.gauges import FreshGauges
         from vllm_rollout.kernel.http.misplaced import MisplacedFields
@@ -31,7 +31,6 @@ class RolloutEndpoints:
         from vllm_rollout.kernel.parts import faces
 
         refuse_our_fields_in_beam_search()
-        refuse_full_turns()
         app.include_router(router)
         app.add_middleware(MisplacedFields)
         app.add_middleware(OpenPaths)

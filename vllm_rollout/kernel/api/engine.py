@@ -24,15 +24,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.background import survived
-from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
-from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
-from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput, ending_of
+from vllm_rollout.kernel.api.outputs import NO_NOTE, CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
 from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
-from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS, RECOMPUTE
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -49,8 +48,7 @@ from vllm_rollout.kernel.http.slices import Slices
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
-from vllm_rollout.kernel.rules.request_names import names_of_request
-from vllm_rollout.kernel.rules.types import Ending, RankCounts, is_too_late, scores_of
+from vllm_rollout.kernel.rules.types import Ending, RankCounts
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -121,7 +119,8 @@ class VLLMEngine:
     ) -> tuple[str, list[PreparedPrompt]]:
         await self.client.door.opened()  # a rebuilt engine has lost its weights
         try:
-            await self.client.lost_weights.found(self.client.get_weight_version)
+            if (before := self.client.before_rollouts) is not None:
+                await before()
         except GracefulHTTPError as error:
             raise RequestError(str(error), status=error.http_status) from error
         except EngineDeadError as error:
@@ -214,10 +213,6 @@ class VLLMEngine:
         except EngineDeadError as error:
             raise engine_stopped() from error
         return None if version == UNNAMED_WEIGHTS else version
-
-    async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        names = None if request_ids is None else sorted(set().union(*map(names_of_request, request_ids)))
-        return sum(await self.calls.call_all(RECOMPUTE, names))
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         await self.calls.tell_groups(CANCEL_GROUPS, list(group_ids))
@@ -319,8 +314,7 @@ class _CandidateLog:
         if isinstance(completion.logprobs, FlatLogprobs):
             self._logprobs = (self._logprobs or []) + sampled_logprobs(completion.logprobs)
         if candidate.output.finished:
-            said = {} if candidate.note is None else candidate.note.parts
-            scores = scores_of(said)
+            note = candidate.note or NO_NOTE
             self.end = CandidateEnd(
                 ending=ending_of(candidate, len(self._token_ids)),
                 token_ids=self._token_ids,
@@ -328,13 +322,11 @@ class _CandidateLog:
                 text=self._text,
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
-                confidence=None if candidate.note is None else candidate.note.confidence,
+                confidence=note.confidence,
                 weight_versions=self._weight_versions(candidate),
-                assessment=scores.assessment,
-                final=scores.final,
-                is_replaced=candidate.note is not None and candidate.note.is_replaced,
-                group_lost=is_too_late(said),
-                error=None if candidate.note is None else candidate.note.error,
+                parts=note.parts,
+                is_replaced=note.is_replaced,
+                error=note.error,
             )
 
     def _weight_versions(self, candidate: CandidateOutput) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ Invariant: a dead engine is a RequestError (503).
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from http import HTTPStatus
@@ -17,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.background import begin, heard
 from vllm_rollout.kernel.api.rank_died import RankDied, answers_of_the_living
-from vllm_rollout.kernel.call_table import CALL_METHOD, READ, Argument, Operation, Result
+from vllm_rollout.kernel.call_table import CALL_METHOD, Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 
 Value = TypeVar("Value")
@@ -66,7 +65,6 @@ class EngineCalls:
         """Held while a group is in no engine core, while ranks are held or restored, and by calls that must reach all
         groups.
         """
-        self._reading = asyncio.Lock()
         self._turn_of: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """One lock per rank: calls run one at a time, so that no two of them run between the same two steps."""
         self._running: set[asyncio.Task[Any]] = set()
@@ -92,7 +90,7 @@ class EngineCalls:
     @property
     def is_busy(self) -> bool:
         """True while several calls belong together: an engine must get all of them or none."""
-        return bool(self._running) or self._reading.locked()
+        return bool(self._running)
 
     async def call_rank(self, rank: int, operation: Operation[Argument, Result], argument: Argument) -> Result:
         """Run one operation on one rank of this API process. Raises: RequestError (503) if the rank is dead."""
@@ -111,9 +109,9 @@ class EngineCalls:
 
     async def call_first(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
         """Run one operation on the first living rank."""
-        return await self._ask_first(lambda rank: self.call_rank(rank, operation, argument))
+        return await self.ask_first(lambda rank: self.call_rank(rank, operation, argument))
 
-    async def _ask_first(self, ask: Callable[[int], Awaitable[Value]]) -> Value:
+    async def ask_first(self, ask: Callable[[int], Awaitable[Value]]) -> Value:
         """Call `ask` for the first living rank, and for the next one if that rank dies meanwhile."""
         while True:
             rank = self.first_rank
@@ -122,17 +120,6 @@ class EngineCalls:
             except EngineStopped:
                 if rank in self.living_ranks or not self.living_ranks:
                     raise
-
-    async def call_if_alive(
-        self, rank: int, operation: Operation[Argument, Result], argument: Argument
-    ) -> Result | None:
-        """Run one operation on one rank. Returns None if the rank is dead or dies meanwhile."""
-        try:
-            return await self.call_rank(rank, operation, argument)
-        except EngineStopped:
-            if rank in self.living_ranks:
-                raise
-            return None
 
     async def call_each(self, operation: Operation[Argument, Result], argument: Argument) -> dict[int, Result]:
         """Run one operation on every rank. Returns the results of living ranks by rank, in order."""
@@ -170,32 +157,6 @@ class EngineCalls:
             return calling.result()
         finally:
             calling.cancel()
-
-    async def read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
-        """Read data that the first rank writes in parts, each between two of its steps. Returns None if there is
-        nothing to open.
-
-        `argument`: makes the opening operation's argument from a reader's name. One read at a time, because each read
-        holds memory of the engine.
-        """
-        async with self._reading:
-            return await self._ask_first(lambda rank: self._read_from(rank, open_operation, argument))
-
-    async def _read_from(
-        self, rank: int, open_operation: Operation[Any, Any], argument: Callable[[str], Any]
-    ) -> bytes | None:
-        reader = uuid.uuid4().hex
-        if await self.call_rank(rank, open_operation, argument(reader)) is False:
-            return None
-        pieces = []
-        while (piece := await self.call_rank(rank, READ, reader)) is not None:
-            pieces.append(piece.data)
-            if piece.is_last:
-                return b"".join(pieces)
-        raise RequestError(
-            "too many read what this server has learned at the same time. Try again.",
-            status=HTTPStatus.SERVICE_UNAVAILABLE,
-        )
 
     async def to_its_end(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Await work that continues if its caller goes away: half of it would leave ranks different."""

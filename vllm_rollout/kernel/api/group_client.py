@@ -36,6 +36,7 @@ from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
 from vllm_rollout.kernel.api.outputs import (
+    NO_NOTE,
     CandidateFailed,
     CandidateOutput,
     choices_of,
@@ -64,7 +65,7 @@ from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name
 from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.terms_port import Origin, TermsPart, resumed_of, said_of
-from vllm_rollout.kernel.rules.types import STOP_STATES, Ending, scores_of
+from vllm_rollout.kernel.rules.types import STOP_STATES, Ending
 from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.kernel.xargs import (
     PRUNING_XARGS,
@@ -312,7 +313,7 @@ class GroupClient:
                         continue
                     finals[candidate.index] = candidate.output
                     endings[candidate.index] = ending_of(candidate)
-                    self._count_scores(candidate.note)
+                    self.rollout_metrics.noted((candidate.note or NO_NOTE).parts)
         except (asyncio.CancelledError, GeneratorExit):
             unread = [self.unread[id] for index, id in ids.items() if index not in endings]
             spawn(self._count_left("choices", endings.values(), unread), "a client that left")
@@ -337,11 +338,6 @@ class GroupClient:
         if is_stream:
             let_stream(answer)
         yield answer
-
-    def _count_scores(self, note: EndingNote | None) -> None:
-        assessment = None if note is None else scores_of(note.parts).assessment
-        if assessment is not None:
-            self.rollout_metrics.candidate_scored(assessment)
 
     async def _count_left(
         self,
@@ -402,7 +398,8 @@ class GroupClient:
                         before = num_tokens if is_stream else 0
                         num_tokens = before + len(completion.token_ids)
                         last = CandidateOutput(0, output, note)
-                        self._count_scores(note)
+                        if note is not None:
+                            self.rollout_metrics.noted(note.parts)
                         if is_stream:
                             let_stream(output)
                         yield output

@@ -12,9 +12,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable
 from contextvars import ContextVar
-from http import HTTPStatus
 
-from fastapi import Depends, HTTPException, Request
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,8 +20,6 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
 
-from vllm_rollout.kernel.http.admin import require_admin
-from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.paths import path_of
 
 _open_path: ContextVar[str | None] = ContextVar("open_path", default=None)
@@ -73,20 +69,3 @@ def lacks_key(app: Starlette, scope: Scope) -> bool:
     """True if vLLM refuses a request because it lacks --api-key."""
     is_guarded = scope["method"] != "OPTIONS" and path_of(scope).startswith(GUARDED_PREFIX)
     return is_guarded and not has_key(app, Headers(scope=scope))
-
-
-def require_keys(request: Request) -> None:
-    """Raises: HTTPException (401) if --api-key or --rollout-admin-key is set and the request lacks it."""
-    if not has_key(request.app, request.headers):
-        raise HTTPException(
-            HTTPStatus.UNAUTHORIZED,
-            "authorization: needs a key that the server was given as --api-key, as a bearer token.",
-        )
-    try:
-        require_admin(request)
-    except RequestError as error:
-        raise HTTPException(error.status, str(error)) from error
-
-
-KEYS_NEEDED = [Depends(require_keys)]
-"""FastAPI dependencies of a trainer's route that changes something."""

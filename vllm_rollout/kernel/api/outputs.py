@@ -13,6 +13,8 @@ from vllm_rollout.kernel.rules.types import Ending, GroupResult
 from vllm_rollout.kernel.wire import EndingNote
 
 TRUNCATED = frozenset({"length", "repetition"})
+NO_NOTE = EndingNote("failed", 0, None)
+"""Stands for the note of a candidate that the scheduler did not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,15 @@ class CandidateFailed:
 def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Ending:
     """Ending from a candidate's last output. `num_tokens`: all its output tokens, if the output is a delta."""
     (completion,) = candidate.output.outputs
-    note = candidate.note
-    failed = note is None or completion.finish_reason == "error"
+    note, failed = candidate.note or NO_NOTE, completion.finish_reason == "error"
     return Ending(
         index=candidate.index,
         state="failed" if failed else note.state,
         num_tokens=len(completion.token_ids) if num_tokens is None else num_tokens,
         truncated=completion.finish_reason in TRUNCATED,
-        end_step=0 if note is None else note.end_step,
+        end_step=note.end_step,
         ended_by_itself=not failed and note.ended_by_itself,
-        num_preemptions=0 if note is None else note.num_preemptions,
+        num_preemptions=note.num_preemptions,
     )
 
 

@@ -15,11 +15,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
-from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.sampling_params import BeamSearchParams
 
 from vllm_rollout.adapter.options import observing_refusal
-from vllm_rollout.kernel.http.clients import client_session
-from vllm_rollout.kernel.xargs import NAMES, rollout_xargs
+from vllm_rollout.kernel.xargs import rollout_xargs
 
 NO_PROMPT_LOGPROBS = (
     "prompt_logprobs (echo with logprobs): with --enable-lora on a CPU they would end the engine. Leave them out, or "
@@ -67,37 +66,6 @@ def refuse_our_fields_in_beam_search() -> None:
         if not hasattr(request_class.to_beam_search_params, "__wrapped__"):
             refusing = _refusing(request_class.to_beam_search_params)
             request_class.to_beam_search_params = refusing  # type: ignore[method-assign]
-
-
-FULL_TURN = (
-    "messages: this turn's prompt fills the context of the model ({}), which leaves no token for an answer. Finish the "
-    "session with the reward that it has earned, or send a shorter conversation."
-)
-
-
-def refuse_full_turns() -> None:
-    """Make vLLM's requests refuse a session's turn that leaves no token for its answer. Call this once per API process.
-
-    vLLM has a message for prompts longer than the context. For a prompt that just fills it, `max_tokens` becomes 0
-    before the engine client gets the request.
-    """
-    for request_class in (ChatCompletionRequest, CompletionRequest):
-        if not hasattr(request_class.to_sampling_params, "__wrapped__"):
-            refusing = _refusing_full(request_class.to_sampling_params)
-            request_class.to_sampling_params = refusing  # type: ignore[method-assign]
-
-
-def _refusing_full(to_sampling_params: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]:
-    @wraps(to_sampling_params)
-    def refuse_or_pass(
-        request: ChatCompletionRequest | CompletionRequest, max_tokens: int, *args: Any, **kwargs: Any
-    ) -> SamplingParams:
-        is_turn = NAMES["session"] in (request.vllm_xargs or {}) or client_session() is not None
-        if max_tokens == 0 and request.max_tokens != 0 and is_turn:
-            raise VLLMValidationError(FULL_TURN.format("max_model_len"), parameter="messages")
-        return to_sampling_params(request, max_tokens, *args, **kwargs)
-
-    return refuse_or_pass
 
 
 def _refusing(to_beam_search_params: Callable[..., BeamSearchParams]) -> Callable[..., BeamSearchParams]:

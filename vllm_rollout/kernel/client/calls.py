@@ -10,17 +10,16 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 from typing_extensions import Unpack
 
 from vllm_rollout.kernel.client.body import PromptLike, Redundancy, RolloutOptions, rollout_body, said, takes_options
-from vllm_rollout.kernel.client.connection import parse
-from vllm_rollout.kernel.http.answers import RolloutAnswer
+from vllm_rollout.kernel.client.connection import adapter, parse
+from vllm_rollout.kernel.http.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.rewards import NamedRewardEntry, NamedRewardsAnswer, RewardEntry, RewardsAnswer
 
@@ -55,6 +54,8 @@ class EventsCall:
     body: Mapping[str, Any]
     timeout: float | None
     path: str = "/v1/rollouts"
+    events: Any = RolloutEvent
+    """Union of the classes of events."""
 
 
 class _Model(BaseModel):
@@ -63,10 +64,6 @@ class _Model(BaseModel):
 
 class _Models(BaseModel):
     data: list[_Model]
-
-
-adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
-"""The parser of a form, which is made once."""
 
 
 def typed(form: type[T]) -> Callable[[httpx.Response], T]:

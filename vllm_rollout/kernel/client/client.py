@@ -1,4 +1,4 @@
-"""The clients of a race: rollouts, rewards, weights and health. `vllm_rollout/client.py` adds the methods of parts.
+"""The clients of a race: rollouts, rewards and health. `vllm_rollout/client.py` adds the methods of parts.
 
 `calls.py` describes requests and the reading of answers. `sender.py` sends them. The sync client is the async client
 over a transport that blocks (`blocking.py`).
@@ -27,7 +27,6 @@ from vllm_rollout.kernel.client.blocking import (
 from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, is_healthy, poll_s
 from vllm_rollout.kernel.client.methods import async_streamed, awaited
 from vllm_rollout.kernel.client.sender import Sender
-from vllm_rollout.kernel.client.weights import give_weights
 
 
 class AsyncClient(Sender):
@@ -38,7 +37,6 @@ class AsyncClient(Sender):
     models = awaited(calls.models)
     post_rewards = awaited(calls.post_rewards)
     post_named_rewards = awaited(calls.post_named_rewards)
-    give_weights = give_weights
 
     async def health(self) -> bool:
         """True if the server answers and its engine is alive. False without an answer or while the server starts."""
@@ -74,7 +72,6 @@ class Client(Blocked):
     models = blocking(AsyncClient.models)
     post_rewards = blocking(AsyncClient.post_rewards)
     post_named_rewards = blocking(AsyncClient.post_named_rewards)
-    give_weights = blocking(AsyncClient.give_weights)
     health = blocking(AsyncClient.health)
     wait_until_ready = blocking(AsyncClient.wait_until_ready)
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import cache
 from http import HTTPStatus
-from typing import Annotated, Any, Self, Union, get_args
+from types import UnionType
+from typing import Annotated, Any, Self, get_origin
 
 import httpx
-from pydantic import BaseModel, Discriminator, Tag, TypeAdapter, ValidationError
+from pydantic import Discriminator, TypeAdapter, ValidationError
 
 from vllm_rollout.kernel.client.joints import Joints
-from vllm_rollout.kernel.http.answers import DoneEvent, ErrorAnswer, ErrorBody, ErrorEvent, Event, RoundDoneEvent
+from vllm_rollout.kernel.http.answers import DoneEvent, ErrorAnswer, ErrorBody, ErrorEvent, Event, RolloutEvent
 from vllm_rollout.kernel.http.clients import ADMIN_HEADER
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -45,24 +47,6 @@ CONNECTION_LOST = (
 
 INCOMPLETE = "IncompleteStream"
 """Error type of a stream that ended early or has gaps."""
-
-_ROUND_DONE = "round_done"
-
-
-def _event_type(event: Any) -> Any:
-    """Tag of an event's class. The `done` event of a round has another class than that of a rollout."""
-    if not isinstance(event, dict):
-        return None
-    return _ROUND_DONE if event.get("type") == "done" and "run" in event else event.get("type")
-
-
-def _tagged(event: type[BaseModel]) -> Any:
-    tag = _ROUND_DONE if event is RoundDoneEvent else event.model_fields["type"].default
-    return Annotated[event, Tag(tag)]
-
-
-_FORM: Any = Annotated[Union[tuple(map(_tagged, get_args(Event)))], Discriminator(_event_type)]  # noqa: UP007
-_EVENT: TypeAdapter[Event] = TypeAdapter(_FORM)
 
 
 class RolloutError(Exception):
@@ -151,24 +135,27 @@ async def event_data(response: httpx.Response) -> AsyncGenerator[bytes, None]:
 
 
 class EventReader:
-    """Parses the bytes of a rollout's event stream as events."""
+    """Parses the bytes of an event stream as events."""
 
-    def __init__(self, *, streams_tokens: bool = False) -> None:
+    def __init__(self, events: Any = RolloutEvent, *, streams_tokens: bool = False) -> None:
+        """`events`: union of the classes of events, which differ by `type`."""
+        self._form = adapter(events)
         self._joints = Joints() if streams_tokens else None
         self._data = EventData()
         self._done = False
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Events that this chunk completes. Raises: RolloutError at an `error` event, and if tokens do not join."""
-        return [self._event(data) for data in self._data.feed(chunk)]
+        return [self.read(data) for data in self._data.feed(chunk)]
 
     def close(self) -> None:
         """Note that the stream has ended. Raises: RolloutError if it ended before its `done` event."""
         if not self._done:
             raise RolloutError(None, "the stream ended before its done event; the rollout is incomplete.", INCOMPLETE)
 
-    def _event(self, data: bytes) -> Event:
-        event: Event = parse(_EVENT, data)
+    def read(self, data: bytes) -> Event:
+        """The event with this data. Raises: as `feed`."""
+        event: Event = parse(self._form, data)
         if isinstance(event, ErrorEvent):
             raise RolloutError.from_body(event.error)
         if self._joints is not None and (problem := self._joints.problem(event)) is not None:
@@ -247,6 +234,15 @@ class Connection:
                 type(error).__name__,
             ) from error
         return self._backoff_s * 2.0**attempt
+
+
+def _made(form: Any) -> TypeAdapter[Any]:
+    tagged: Any = Annotated[form, Discriminator("type")]
+    return TypeAdapter(tagged if get_origin(form) is UnionType else form)
+
+
+adapter: Callable[[Any], TypeAdapter[Any]] = cache(_made)
+"""The parser of a form, which is made once. Members of a union differ by `type`."""
 
 
 def parse(form: TypeAdapter[Any], content: bytes) -> Any:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from vllm_rollout.kernel.http.answers import (
     CandidateEvent,
-    DeferredEvent,
     Event,
     GroupEvent,
-    RestartedEvent,
     TokensEvent,
     TrajectoryEvent,
+    VoidsGroup,
 )
 
 ENDED = -1
@@ -42,7 +41,7 @@ class Joints:
                 )
         elif isinstance(event, CandidateEvent):
             self._end(event.prompt_id, event.candidate.index)
-        elif isinstance(event, GroupEvent | DeferredEvent | RestartedEvent):
+        elif isinstance(event, GroupEvent | VoidsGroup):
             self._num_tokens.pop(event.prompt_id, None)
         return None
 

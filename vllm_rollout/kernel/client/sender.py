@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from typing import TypeVar
 
 import httpx
 
 from vllm_rollout.kernel.client.calls import Call, EventsCall
-from vllm_rollout.kernel.client.connection import Connection, EventReader, raise_for_error, transport_error
+from vllm_rollout.kernel.client.connection import Connection, EventReader, event_data, raise_for_error, transport_error
 from vllm_rollout.kernel.http.answers import Event
 
 T = TypeVar("T")
@@ -73,16 +73,11 @@ class Sender(Connection):
 
     async def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]:
         response = await self._open("POST", call.path, call.body, call.timeout)
+        reader = EventReader(call.events, streams_tokens="stream_tokens" in call.body)
         try:
-            if not response.is_success:
-                await response.aread()
-                raise_for_error(response)
-            reader = EventReader(streams_tokens="stream_tokens" in call.body)
-            async for chunk in response.aiter_bytes():
-                for event in reader.feed(chunk):
-                    yield event
+            async with aclosing(event_data(response)) as each:
+                async for data in each:
+                    yield reader.read(data)
             reader.close()
         except httpx.TransportError as error:
             raise transport_error(error, response.url) from error
-        finally:
-            await response.aclose()

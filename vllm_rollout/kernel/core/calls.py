@@ -21,7 +21,6 @@ from vllm_rollout.kernel.call_table import (
     GIVE_UP,
     LAST_TOKENS,
     RANK_COUNTS,
-    READ,
     RECOMPUTE,
     Operation,
 )
@@ -63,7 +62,6 @@ def _rank_counts(core: EngineCore) -> RankCounts:
 
 
 ANSWERS: Answers = {
-    READ: lambda core, reader: core.scheduler.readings.read(reader),
     ABORT_REQUESTS: lambda core, names: core.scheduler.abort_named(frozenset(names)),
     RECOMPUTE: lambda core, names: core.scheduler.recompute(names and frozenset(names)),
     CANCEL_GROUPS: lambda core, group_ids: core.scheduler.cancel_groups(group_ids),

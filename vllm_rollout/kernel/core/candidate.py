@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -10,8 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs
 from vllm_rollout.kernel.core.stop_strings import StopStrings
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.terms_port import PartTerms
-from vllm_rollout.kernel.rules.types import CandidateId, EndReason, Observation
+from vllm_rollout.kernel.rules.types import CandidateId, EndReason
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
 
 END_REASONS: dict[RequestStatus, EndReason] = {
@@ -79,20 +78,18 @@ class EngineCandidate:
         self.weights.append((start, change))
 
 
-def last_observations(candidate: EngineCandidate, model_runner_output: ModelRunnerOutput) -> dict[str, Observation]:
-    """Observation at the last token of a candidate that ended in this step, for each part that needs it.
+def last_observations(candidate: EngineCandidate, model_runner_output: ModelRunnerOutput) -> dict[str, Any]:
+    """Observations of the last token of a candidate that ended in this step, by part.
 
     Empty if the step has no observation of it (aborted between steps).
     """
-    terms: Mapping[str, PartTerms] = candidate.group.terms.parts
-    needing = [name for name, its in terms.items() if its.observes_last]
-    if not needing or candidate.end_reason == "failed":
-        return {}
-    found = _last_token(candidate, model_runner_output)
+    terms = candidate.group.terms.parts
+    found = _last_token(candidate, model_runner_output) if terms and candidate.end_reason != "failed" else None
     if found is None:
         return {}
     report, row, token = found
-    return dict.fromkeys(needing, report.last_observation(row, token))
+    mean = float(report.confidence[0, token, row])
+    return {name: its.last_observation(mean, row, token) for name, its in report.parts.items() if name in terms}
 
 
 def confidence_of(

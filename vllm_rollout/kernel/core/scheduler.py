@@ -31,7 +31,6 @@ from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
 from vllm_rollout.kernel.core.joining import Joining, JoinRefused
 from vllm_rollout.kernel.core.parent import end_with_parent
 from vllm_rollout.kernel.core.ports import CoreParts
-from vllm_rollout.kernel.core.readings import Readings
 from vllm_rollout.kernel.core.slots import answer_for_room
 from vllm_rollout.kernel.core.stop_strings import StopStrings
 from vllm_rollout.kernel.core.versions import admitting, num_deferred
@@ -39,10 +38,9 @@ from vllm_rollout.kernel.core.weights import Weights
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
-from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad, Observation, RunningGroup
+from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.kernel.xargs import as_written
 
@@ -78,15 +76,15 @@ class GroupSchedulerMixin:
         answer_for_room(self.kv_cache_manager)
         self.faults = Faults()
         self.weights = Weights(self, scheduler=self)  # type: ignore[arg-type]
-        self.readings = Readings()
-        memories = Memories(dict(faces("memory")))
+        memories = next((make(dict(faces("memory"))) for _, make in faces("memories")), None)
         self.group_steps = GroupSteps([part() for _, part in faces("step")], contains=True, memories=memories)
         """Decides. All other code here translates and obeys."""
         self.clock = time.monotonic
         """Clock of groups that wait for siblings."""
         self._candidates: dict[str, EngineCandidate] = {}
         """Candidates by request id, from arrival until the step of their end is closed."""
-        self._by_id: dict[CandidateId, EngineCandidate] = {}
+        self.launched: dict[CandidateId, EngineCandidate] = {}
+        """Those that are in a group."""
         self._ended: list[EngineCandidate] = []
         """Candidates that ended since the last step was closed."""
         self._joining = Joining(self.vllm_config)
@@ -107,32 +105,6 @@ class GroupSchedulerMixin:
         """Exceptions of ours that were caught, here and in the worker."""
         return self.faults.num + self._num_worker_errors
 
-    @property
-    def load(self) -> EngineLoad:
-        num_running, num_waiting = self.get_request_counts()
-        by_group: dict[str, list[Request]] = {}
-        for id, candidate in self._by_id.items():
-            by_group.setdefault(id.group_id, []).append(candidate.request)
-        groups = [
-            RunningGroup(
-                group_id,
-                requests[0].num_prompt_tokens,
-                [request.num_output_tokens for request in requests],
-                requests[0].sampling_params.max_tokens,
-            )
-            for group_id, requests in by_group.items()
-        ]
-        return EngineLoad(
-            num_running,
-            num_waiting,
-            self.get_kv_cache_usage(),
-            self.num_preemptions,
-            groups,
-            num_internal_errors=self.num_internal_errors,
-            num_weight_changes=self.weights.num_changes,
-            weight_version=self.weights.newest,
-        )
-
     def cancel_groups(self, group_ids: Iterable[str]) -> None:
         """Stop the running candidates of these groups as deferred, in the next step.
 
@@ -152,14 +124,14 @@ class GroupSchedulerMixin:
 
         Returns the number of candidates that do so, see `Weights.recompute`.
         """
-        requests = self._named(names) if names is not None else [each.request for each in self._by_id.values()]
+        requests = self._named(names) if names is not None else [each.request for each in self.launched.values()]
         return self.weights.recompute(requests)
 
     def _named(self, names: frozenset[str]) -> list[Request]:
         """Requests of running candidates with one of these names, their own or their group's."""
         return [
             candidate.request
-            for id, candidate in self._by_id.items()
+            for id, candidate in self.launched.items()
             if candidate.end_reason is None
             and not names.isdisjoint(names_of_group(id.group_id) | names_of_group(candidate.request.request_id))
         ]
@@ -186,7 +158,7 @@ class GroupSchedulerMixin:
 
     def candidates_of(self, group_id: str) -> list[EngineCandidate]:
         """Candidates of a group that run, wait or are preempted, by index."""
-        return [self._by_id[id] for id in self.group_steps.running(group_id)]
+        return [self.launched[id] for id in self.group_steps.running(group_id)]
 
     def last_tokens(self, group_id: str) -> list[LastTokens]:
         """Last tokens of a group's running candidates, for viewers."""
@@ -201,7 +173,7 @@ class GroupSchedulerMixin:
         """Forget a group whose candidates are in no queue. No client is notified, because they continue elsewhere."""
         request_ids = {candidate.id.index: candidate.request.request_id for candidate in candidates}
         for candidate in candidates:
-            del self._candidates[candidate.request.request_id], self._by_id[candidate.id]
+            del self._candidates[candidate.request.request_id], self.launched[candidate.id]
             self._num_with_stop_strings -= candidate.stop_strings is not None
         self.finish_requests(list(request_ids.values()), RequestStatus.FINISHED_ABORTED)
         for finished in (self.finished_req_ids_dict or {}).values():
@@ -217,7 +189,7 @@ class GroupSchedulerMixin:
     def _know(self, candidate: EngineCandidate, id: CandidateId, group: Group) -> None:
         candidate.id, candidate.group, candidate.is_launched = id, group, True
         candidate.sampled_by(self.weights.sampling)
-        self._candidates[candidate.request.request_id] = self._by_id[id] = candidate
+        self._candidates[candidate.request.request_id] = self.launched[id] = candidate
         if candidate.request.sampling_params.stop:
             candidate.stop_strings = StopStrings(self.vllm_config.model_config, candidate.request)
             self._num_with_stop_strings += 1
@@ -301,8 +273,8 @@ class GroupSchedulerMixin:
 
     def _break(self, group_id: str, reason: str) -> None:
         """Fail all running candidates of a group that is forgotten."""
-        for id in [id for id in self._by_id if id.group_id == group_id]:
-            candidate = self._by_id.pop(id)
+        for id in [id for id in self.launched if id.group_id == group_id]:
+            candidate = self.launched.pop(id)
             candidate.is_launched = False
             self._fail(candidate, reason)
             candidate.is_told = True
@@ -312,10 +284,10 @@ class GroupSchedulerMixin:
         """Fail all candidates and forget their groups, because the exception of this step may concern any of them."""
         reason = self.faults.caught("update_from_output", error)
         self.group_steps = self.group_steps.fresh()
-        for group_id in {id.group_id for id in self._by_id}:
+        for group_id in {id.group_id for id in self.launched}:
             self.parts.forget(group_id)
         candidates, self._candidates = self._candidates, {}
-        self._by_id, self._ended, self._num_with_stop_strings = {}, [], 0
+        self.launched, self._ended, self._num_with_stop_strings = {}, [], 0
         self.finish_requests(list(candidates), RequestStatus.FINISHED_ABORTED)
         for step_outputs in outputs.values():
             step_outputs.outputs = [each for each in step_outputs.outputs if each.request_id not in candidates]
@@ -408,8 +380,8 @@ class GroupSchedulerMixin:
         """Get the groups' verdicts, stop candidates accordingly, and pass outputs on."""
         if self._num_with_stop_strings:
             self._end_by_stop_strings(outputs)
-        due = {} if report is None else self._due(report)
-        verdicts = self._close_step(due, model_runner_output)
+        seen = {} if report is None else self._seen(report)
+        verdicts = self._close_step(seen, model_runner_output)
         if verdicts.stop:
             self._stop(verdicts, outputs)
         self._pass_outputs(outputs, verdicts, model_runner_output)
@@ -418,26 +390,27 @@ class GroupSchedulerMixin:
         for group_id in verdicts.over:
             self.parts.forget(group_id)
 
-    def _due(self, report: RunnerReport) -> dict[CandidateId, Observation]:
-        """Observations of the step by candidate. Candidates that could not be observed fail."""
-        due: dict[CandidateId, Observation] = {}
-        if not (report.due or report.failed):
-            return due
+    def _seen(self, report: RunnerReport) -> dict[str, dict[CandidateId, Any]]:
+        """Observations of the step, by part and candidate. Candidates that could not be observed fail."""
+        seen: dict[str, dict[CandidateId, Any]] = {}
         failed = dict(report.failed)
-        try:
-            for request_id, observation in report.observations():
-                candidate = self._candidates.get(request_id)
-                if candidate is not None and candidate.end_reason is None:
-                    due[candidate.id] = observation
-        except Exception as error:
-            failed |= dict.fromkeys(report.due, self.faults.caught("observations", error))
-            due.clear()
+        for name, its in report.parts.items():
+            try:
+                for request_id, observation in its.observations():
+                    candidate = self._candidates.get(request_id)
+                    if candidate is not None and candidate.end_reason is None:
+                        seen.setdefault(name, {})[candidate.id] = observation
+            except Exception as error:
+                failed |= dict.fromkeys(its.request_ids, self.faults.caught("observations", error))
+                seen.pop(name, None)
         for request_id, reason in failed.items():
             if (candidate := self._candidates.get(request_id)) is not None:
                 self._fail(candidate, reason)
-        return due
+        return seen
 
-    def _close_step(self, due: Mapping[CandidateId, Observation], model_runner_output: ModelRunnerOutput) -> Verdicts:
+    def _close_step(
+        self, seen: Mapping[str, Mapping[CandidateId, Any]], model_runner_output: ModelRunnerOutput
+    ) -> Verdicts:
         """Report ended candidates to the groups, and get their verdicts."""
         for candidate in self._ended:
             if candidate.is_told:
@@ -445,17 +418,13 @@ class GroupSchedulerMixin:
             candidate.is_told = True
             if not candidate.is_launched:
                 continue
-            seen: Mapping[str, Observation] = {}
+            last: Mapping[str, Any] = {}
             try:
-                seen = last_observations(candidate, model_runner_output)
+                last = last_observations(candidate, model_runner_output)
             except Exception as error:
                 candidate.error, candidate.end_reason = self.faults.caught("last_observations", error), "failed"
-            self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, seen)  # type: ignore[arg-type]
-        verdicts = self.group_steps.close_step(
-            dict.fromkeys(self.group_steps.observing, due) if due else {},
-            lambda id: self._by_id[id].num_tokens,
-            now_s=self.clock(),
-        )
+            self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, last)  # type: ignore[arg-type]
+        verdicts = self.group_steps.close_step(seen, lambda id: self.launched[id].num_tokens, now_s=self.clock())
         for group_id, error in verdicts.broken.items():
             self._break(group_id, self.faults.caught("a group's rules", error))
         return verdicts
@@ -485,7 +454,7 @@ class GroupSchedulerMixin:
 
     def _stop(self, verdicts: Verdicts, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Stop candidates through vLLM's own `finish_requests`: running, waiting and preempted ones alike."""
-        candidates = [self._by_id[candidate_id] for candidate_id in verdicts.stop]
+        candidates = [self.launched[candidate_id] for candidate_id in verdicts.stop]
         for candidate in candidates:
             candidate.is_told = True
         stop = [candidate.request.request_id for candidate in candidates]
@@ -551,7 +520,7 @@ class GroupSchedulerMixin:
                 step_outputs.outputs = [*step_outputs.outputs, output]
             self._num_with_stop_strings -= candidate.stop_strings is not None
             if candidate.is_launched:
-                del self._by_id[candidate.id]
+                del self.launched[candidate.id]
             self._joining.ended(request.request_id)
         self._ended = untold
         if self.finished_req_ids_dict:

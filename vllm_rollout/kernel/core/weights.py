@@ -150,7 +150,7 @@ class Weights:
     def _isolate(self, request: Request) -> None:
         """Give the request's later blocks hashes that no other request can have."""
         hasher = request._block_hasher
-        if hasher is None or _has_own_hashes(hasher):
+        if hasher is None or has_own_hashes(hasher):
             return
         num_computed = request.num_computed_tokens // self._scheduler.kv_cache_manager.block_pool.hash_block_size
         del request.block_hashes[num_computed:]
@@ -161,25 +161,12 @@ class Weights:
 def salt(request: Request, value: str) -> None:
     """Salt a request: only requests with the same salt find its blocks."""
     request.cache_salt, request.block_hashes = value, []
-    if _has_own_hashes(hasher := request._block_hasher):
+    if has_own_hashes(hasher := request._block_hasher):
         request._block_hasher = hasher.args[0]
     request.update_block_hashes()
 
 
-def salt_to_move(request: Request) -> str | None:
-    """Salt with which a request continues in another engine. If its blocks depend on KV of several weights, it is a
-    salt of its own.
-
-    Blocks that it left there before it was computed again have another salt.
-    """
-    salt = request.cache_salt
-    own = f"{OWN_SALT}{request.request_id}/"
-    if not _has_own_hashes(request._block_hasher) or (salt is not None and salt.startswith(own)):
-        return salt
-    return own + (salt or "").removeprefix(OWN_SALT)
-
-
-def _has_own_hashes(hasher: Callable[[Request], list[BlockHash]] | None) -> bool:
+def has_own_hashes(hasher: Callable[[Request], list[BlockHash]] | None) -> bool:
     return isinstance(hasher, partial) and hasher.func is _own_hashes
 
 

@@ -5,14 +5,14 @@ Invariant: server and client read the same classes, so what one writes the other
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
 
 from vllm_rollout.kernel.rules.fields import SelectionRule
 from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import Estimator, GradeStatus
-from vllm_rollout.kernel.rules.types import CandidateState, DeferReason, GroupStatus, RoundKind, Signal, SizeReason
+from vllm_rollout.kernel.rules.types import CandidateState, GroupStatus, Signal
 
 
 class ConfidenceAnswer(BaseModel):
@@ -335,7 +335,14 @@ class GroupEvent(GroupSummary):
     selected: list[int]
 
 
-class RestartedEvent(BaseModel):
+class VoidsGroup(BaseModel):
+    """An event after which all earlier events of its group are void."""
+
+    if TYPE_CHECKING:
+        prompt_id: str
+
+
+class RestartedEvent(VoidsGroup):
     """The engine has lost a group, which runs again. Earlier events of the group are void."""
 
     type: Literal["restarted"] = "restarted"
@@ -356,82 +363,6 @@ class DoneEvent(RolloutSummary):
     type: Literal["done"] = "done"
 
 
-class RebuildAnswer(BaseModel):
-    """The engine was rebuilt between two rounds. If no engine starts at the wanted size, it has the size that it had
-    before."""
-
-    wanted_size: int
-    size_before: int
-    tensor_parallel_size: int
-    """Size since the rebuild."""
-    reason: SizeReason
-    seconds: float
-    """Seconds for which requests waited."""
-
-
-class RoundSummary(BaseModel):
-    """A finished round of a run: the prompts that it did not return, and the kind and size of the next round."""
-
-    run: str
-    round: int
-    kind: RoundKind
-    idempotency_key: str
-    deferred: list[str] = []
-    """Ids of prompts that wait for a long round."""
-    filtered: list[str] = []
-    """Ids of prompts that left the run, because all rewards of their group were the same."""
-    unstarted: list[str] = []
-    """Ids of prompts that did not start. They are the first of the next short round."""
-    next_round: RoundKind
-    num_fresh_prompts: int
-    """Number of fresh prompts that the next round wants."""
-    num_waiting: int
-    """Prompts of the run that were neither returned nor filtered yet."""
-    rebuilt: RebuildAnswer | None = None
-    """Since the round before, with `--rollout-parallelism auto`."""
-
-
-class RoundAnswer(RoundSummary, RolloutAnswer):
-    """The answer of a round: a rollout's answer, with the groups that the round returns."""
-
-
-class RoundEvent(BaseModel):
-    """A round begins. Rewards name its rollout by `id`."""
-
-    type: Literal["round"] = "round"
-    id: str
-    run: str
-    round: int
-    kind: RoundKind
-    idempotency_key: str
-    num_wanted: int
-    """Number of prompts that the round returns."""
-    prompt_ids: list[str]
-    reserve: list[str]
-    rebuilt: RebuildAnswer | None = None
-    """Since the round before, with `--rollout-parallelism auto`."""
-
-
-class DeferredEvent(BaseModel):
-    """A group waits for a long round. Earlier events of the group are void."""
-
-    type: Literal["deferred"] = "deferred"
-    prompt_id: str
-    group_id: str
-    reason: DeferReason
-
-
-class FilteredEvent(BaseModel):
-    """All rewards of a returned group are the same, so the group leaves the round."""
-
-    type: Literal["filtered"] = "filtered"
-    prompt_id: str
-
-
-class RoundDoneEvent(RoundSummary, DoneEvent):
-    """A round is over, and its outcome is saved."""
-
-
 class ErrorBody(BaseModel):
     message: str
     type: str
@@ -450,9 +381,15 @@ class ErrorEvent(BaseModel):
     error: ErrorBody
 
 
+class PartEvent(BaseModel):
+    """An event that a part adds to the stream of a rollout."""
+
+    if TYPE_CHECKING:
+        type: str
+
+
 GroupsEvent = (
     TrajectoryEvent | RewardEvent | CandidateEvent | TokensEvent | GroupEvent | RestartedEvent | RanksFreeEvent
 )
 RolloutEvent = GroupsEvent | DoneEvent | ErrorEvent
-RoundStreamEvent = RoundEvent | GroupsEvent | DeferredEvent | FilteredEvent | RoundDoneEvent | ErrorEvent
-Event = RolloutEvent | RoundStreamEvent
+Event = RolloutEvent | PartEvent

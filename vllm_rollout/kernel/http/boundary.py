@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_rollout.config import MAX_BODY_BYTES, MAX_HELD_BYTES, MAX_STATE_BYTES
+from vllm_rollout.config import MAX_BODY_BYTES, MAX_HELD_BYTES
 from vllm_rollout.kernel.http.clients import answering
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_response, explain_internal, explain_invalid, explain_unreadable
@@ -167,11 +167,3 @@ class RolloutRoute(APIRoute):
 
     def _check_size(self, num_bytes: int | str) -> None:
         check_size(num_bytes, self.max_body_bytes, self.too_large_remedy)
-
-
-class StateRoute(RolloutRoute):
-    """A route for the bytes that `GET /v1/rollouts/state` gave."""
-
-    held = HeldBodies(MAX_STATE_BYTES)
-    max_body_bytes = MAX_STATE_BYTES
-    too_large_remedy = "Send the bytes that GET /v1/rollouts/state gave, as they are."

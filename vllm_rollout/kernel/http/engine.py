@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import Assessment, Ending, RankCounts
+from vllm_rollout.kernel.rules.types import Assessment, Ending, RankCounts, is_too_late, scores_of
 
 Kind = TypeVar("Kind")
 
@@ -151,18 +151,24 @@ class CandidateEnd:
     """Mean and standard deviation of its token confidences, in nats. None if the engine did not observe them."""
     weight_versions: Sequence[dict[str, Any]]
     """Spans `{"version", "start", "end"}` over the output tokens."""
-    assessment: Assessment | None = None
-    """None if never scored: without pruning, or because it ended before `detection_length`."""
-    final: Assessment | None = None
-    """Assessment at its last token, if that was requested."""
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    """Values that parts say of its end, by part."""
     is_replaced: bool = False
     """True if it was lost and another candidate takes its place."""
-    group_lost: bool = False
-    """True if its group completed in the step of its end, but after as many groups as its race wanted."""
     survival_before: float = 1.0
     """Probability with which it was kept in earlier rounds."""
     error: str | None = None
     """The error, if it failed for a known reason."""
+
+    @property
+    def assessment(self) -> Assessment | None:
+        """None if never scored: without pruning, or because it ended before `detection_length`."""
+        return scores_of(self.parts).assessment
+
+    @property
+    def group_lost(self) -> bool:
+        """True if its group completed in the step of its end, but after as many groups as its race wanted."""
+        return is_too_late(self.parts)
 
 
 Happening = CandidateTokens | CandidateEnd
@@ -181,13 +187,6 @@ class CoreCalls(Protocol):
 
         Raises: EngineStopped.
         """
-
-    async def read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
-        """Read data that the first rank writes in parts. `argument`: of the opening operation, from a reader's name.
-
-        Returns None if there is nothing to open. Raises: EngineStopped.
-        """
-        ...
 
 
 class Engine(Protocol):
@@ -255,15 +254,6 @@ class Engine(Protocol):
 
     async def current_weight_version(self) -> str | None:
         """Version of the weights in use. None if they have no name. Raises: RequestError (503) for a dead engine."""
-
-    async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        """Compute KV of older weights again, for candidates of groups. Returns the number of candidates that do.
-
-        `request_ids`: requests that made the groups, by the ids that clients know. None: all groups.
-
-        Raises: RequestError (503) for a dead engine.
-        """
-        ...
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         """Stop groups: candidates that run or still come end as `deferred`.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -25,7 +25,6 @@ from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.types import (
     BASE_MODEL,
     STOP_STATES,
-    Assessment,
     Ending,
     GroupResult,
     GroupStatus,
@@ -112,8 +111,8 @@ class PartMetrics:
     def group_over(self, result: GroupResult, plan: GroupPlan | None) -> None:
         """Count a group that is over. `plan`: None for a group of sessions."""
 
-    def candidate_scored(self, assessment: Assessment) -> None:
-        """Count a candidate that has a score."""
+    def noted(self, parts: Mapping[str, Any]) -> None:
+        """Count a candidate by what parts say of its end, by part."""
 
     async def refresh(self, engine: Engine, ranks: Mapping[int, RankCounts]) -> Iterable[Reading]:
         """Set the gauges that are read from the engine. Returns the engine's own numbers for counters.
@@ -192,9 +191,9 @@ class Metrics:
         self._candidates.labels(ending.state).inc()
         self._tokens.labels(fate).inc(ending.num_tokens - ending.num_resumed)
 
-    def candidate_scored(self, assessment: Assessment) -> None:
+    def noted(self, parts: Mapping[str, Any]) -> None:
         for part in self._parts.values():
-            part.candidate_scored(assessment)
+            part.noted(parts)
 
     def task_failed(self, task: str) -> None:
         self._task_errors.labels(task).inc()

@@ -18,6 +18,7 @@ started group. Each of them may be None: the part then hears nothing of it.
     GroupPart    ordered         before its candidates are launched
                  launching       another way to launch them
                  ended, graded   a candidate
+                 fields_of       the client is told of a candidate
                  launch_over     all candidates that were launched together have ended
                  restarted       all earlier reports are void
                  stopped         no reports follow
@@ -35,7 +36,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from vllm_rollout.kernel.http.answers import Event, GroupAnswer, RedundancyBudget
+from vllm_rollout.kernel.http.answers import Event, GroupAnswer, PartEvent, RedundancyBudget
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -118,6 +119,8 @@ class Over:
     result: GroupResult
     deferred_because: str | None = None
     """The reason if the group is deferred."""
+    event: PartEvent | None = None
+    """The last event of the group, in place of the kernel's."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Fields that parts add to the event of a group that is returned."""
     final: Sequence[Ending] = ()
@@ -140,6 +143,10 @@ class GroupPart:
 
     def ended(self, end: CandidateEnd) -> None:
         """A candidate has ended."""
+
+    def fields_of(self, end: CandidateEnd, *, selected: bool) -> Mapping[str, Any]:
+        """Fields to add to the answer about a candidate. `selected`: it is one of the group's trajectories."""
+        return {}
 
     def graded(self, index: int, grade: Grade) -> None:
         """The grade of an ended candidate has come."""

@@ -147,13 +147,6 @@ class Rollout:
         """The engine's name for the group of the prompt at `position`."""
         return f"{self.id}-{position}"
 
-    def prompt_of(self, group_id: str) -> PreparedPrompt | None:
-        """The prompt of the group with this name. None for any other name."""
-        number = group_id.removeprefix(f"{self.id}-")
-        position = int(number) if number.isascii() and number.isdecimal() else len(self.prompts)
-        is_known = position < len(self.prompts) and self.group_id(position) == group_id
-        return self.prompts[position] if is_known else None
-
     @property
     def num_responses(self) -> int:
         """Number of candidates at the start."""

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from fastapi import APIRouter, Request, Response
 
-from vllm_rollout.kernel.http import reward_routes, weights
+from vllm_rollout.kernel.http import reward_routes
 from vllm_rollout.kernel.http.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import ROLLOUT_ERRORS
@@ -28,7 +28,7 @@ from vllm_rollout.kernel.http.serialised import (
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.parts import faces
 
-REWARDS_PLACE, WEIGHTS_PLACE = 15, 70
+REWARDS_PLACE = 15
 
 router = APIRouter(route_class=RolloutRoute, tags=["rollouts"])
 
@@ -66,7 +66,6 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
 
 def _placed() -> Iterator[tuple[int, APIRouter]]:
     yield REWARDS_PLACE, reward_routes.router
-    yield WEIGHTS_PLACE, weights.router
     for _, routers in faces("routes"):
         yield from routers.items()
 

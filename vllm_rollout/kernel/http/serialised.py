@@ -28,17 +28,16 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vllm_rollout.kernel.http.answers import (
     CandidateEvent,
-    DeferredEvent,
     ErrorEvent,
     GroupEvent,
     GroupSummary,
-    RestartedEvent,
     RewardEvent,
     RewardFields,
     RolloutAnswer,
     StoppedCandidate,
     TokensEvent,
     TrajectoryEvent,
+    VoidsGroup,
 )
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_body, explain_internal
@@ -111,7 +110,7 @@ class GroupsInJson:
                 self._reward(event)
             case GroupEvent():
                 self._groups[event.prompt_id] = self._group(event)
-            case DeferredEvent() | RestartedEvent():
+            case VoidsGroup():
                 self._trajectories.pop(event.prompt_id, None)
                 self._candidates.pop(event.prompt_id, None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from itertools import chain
 from typing import TypeVar
@@ -102,11 +102,6 @@ class RolloutService:
             if isinstance(part, kind):
                 return part
         raise LookupError(f"no part has {kind.__name__} for rollouts")
-
-    async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        """Compute KV of older weights again (`Engine.recompute`). Returns the number of candidates that do. Raises:
-        RequestError (503) for a dead engine."""
-        return await self.engine.recompute(request_ids)
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from typing import Any
 from vllm_rollout.kernel.http.answers import (
     Allocation,
     CandidateEvent,
-    DeferredEvent,
     Event,
     GroupEvent,
     GroupLengths,
@@ -161,8 +160,8 @@ class StartedGroup(GroupRecord):
 
     def last_event(self, over: Over) -> Event:
         result = over.result
-        if over.deferred_because is not None:
-            return DeferredEvent(**{**self._names, "reason": over.deferred_because})
+        if over.event is not None:
+            return over.event
         off_policy = not self._off_policy.isdisjoint(result.selected)
         self._rollout.outcome.off_policy |= off_policy
         return GroupEvent(
@@ -194,18 +193,26 @@ class StartedGroup(GroupRecord):
         for part in self.parts:
             part.ended(end)
         self._rollout.outcome.num_ended += 1
-        if end.assessment is not None:
-            self._metrics.candidate_scored(end.assessment)
+        if end.parts:
+            self._metrics.noted(end.parts)
 
     def _trajectory(self, end: CandidateEnd) -> TrajectoryEvent:
         rollout = self._rollout
         self._told.add(end.ending.index)
         grade = self.grades.get(end.ending.index)
-        trajectory = trajectory_of(end, rollout.included, self.plan, rollout.began_with, grade)
+        fields = self._fields(end, selected=True)
+        trajectory = trajectory_of(end, rollout.included, fields, rollout.began_with, grade)
         if trajectory.off_policy:
             self._off_policy.add(trajectory.index)
         return TrajectoryEvent(**self._names, trajectory=trajectory)
 
     def _dropped(self, end: CandidateEnd) -> CandidateEvent:
         self._told.add(end.ending.index)
-        return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.included, self.plan))
+        return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.included, self._fields(end)))
+
+    def _fields(self, end: CandidateEnd, *, selected: bool = False) -> dict[str, Any]:
+        """Fields of an answer about a candidate that follow from the group's plan, or that parts add."""
+        fields: dict[str, Any] = {"inclusion_probability": 1.0} if selected and self.plan.returns_all else {}
+        for part in self.parts:
+            fields |= part.fields_of(end, selected=selected)
+        return fields

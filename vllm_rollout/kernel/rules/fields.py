@@ -44,7 +44,6 @@ OnEngineFailure = Literal["fail", "retry"]
 CutTurn = Literal["ends", "goes_on"]
 HistoryRule = Literal["strict", "rewritable"]
 LaunchRule = Literal["auto", "prompts"]
-QueueOrder = Literal["first_in", "shortest", "longest"]
 PruningRule = Literal["balance", "gradient", "paper"]
 PruningMode = Literal["active", "shadow"]
 AUTO = "auto"
@@ -57,7 +56,7 @@ MAX_NAME_CHARS = 256
 
 _LENGTH = Integer(1, config.MAX_DETECTION_LENGTH)
 SHARE = Number(0, 1, above=True)
-_SIZE, _SPARE = Integer(1, config.MAX_GROUP_SIZE), Integer(0, config.MAX_GROUP_SIZE)
+SIZE, _SPARE = Integer(1, config.MAX_GROUP_SIZE), Integer(0, config.MAX_GROUP_SIZE)
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ class RaceFields:
 class GroupFields(RaceFields):
     """Fields of the groups of a rollout."""
 
-    group_size: int = row(_SIZE, "Trajectories that a group returns for its prompt (M, OpenAI's n).", "body", *JOIN)
+    group_size: int = row(SIZE, "Trajectories that a group returns for its prompt (M, OpenAI's n).", "body", *JOIN)
     order: LaunchRule = row(
         Names(get_args(LaunchRule)),
         'Order in which groups start if not all candidates can run at once. "auto": the longest or the shortest '
@@ -352,34 +351,6 @@ class TurnFields:
     )
     last: bool = row(
         Flag(), "No turn follows this one. When this turn ends, the session has finished.", "session", default=False
-    )
-
-
-@dataclass(frozen=True)
-class RunFields:
-    """Fields of the rounds of a run."""
-
-    group_size: int = row(_SIZE, "Trajectories that a round returns for each of its prompts (R0).", "body")
-    prompts_per_round: int = row(Integer(1, config.MAX_PROMPTS), "Prompts that a round returns (P0).", "body")
-    prompt_speculation: float = row(
-        Number(1, config.MAX_SPECULATION),
-        "eta for prompts. A short round runs this many times prompts_per_round and returns the prompts that complete "
-        "first.",
-        "body",
-        default=config.DEFAULT_SPECULATION,
-    )
-    response_speculation: float | None = row(
-        Number(1, config.MAX_SPECULATION),
-        "eta for responses. In a short round a prompt has this many times group_size candidates. Default: "
-        f"{config.DEFAULT_SPECULATION:g}. If redundancy is set, redundancy decides.",
-        "body",
-        default=None,
-    )
-    queue_order: QueueOrder = row(
-        Names(get_args(QueueOrder)),
-        "Order in which a long round takes waiting prompts: by age, or by predicted length.",
-        "body",
-        default="first_in",
     )
 
 

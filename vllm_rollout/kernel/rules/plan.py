@@ -69,20 +69,6 @@ class GroupPlan:
         parts = {name: terms.audited(races=not self.returns_all) for name, terms in self.parts.items()}
         return GroupPlan(self.group_size, parts=parts, num_replaceable=self.num_replaceable, audit=True)
 
-    def allocated(self, num_candidates: int, extreme: bool, *, early_stop: bool = True) -> GroupPlan:
-        """Return this plan with the candidates that redundancy "auto" gives the prompt
-        (`parts/shaping/rules/allocation.py`).
-
-        If the tail is extreme, the plan does not wait for it: it selects the shortest, with early stop unless that is
-        forbidden.
-
-        Source: DARTS Algorithm 2.
-        """
-        plan = replace(self, redundancy=num_candidates - self.group_size)
-        if not extreme:
-            return plan
-        return replace(plan, selection="shortest", num_longest=0, patience=None, early_stop=early_stop)
-
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:

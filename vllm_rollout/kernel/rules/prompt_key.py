@@ -54,17 +54,6 @@ def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
     return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"
 
 
-def key_of_content(content: str) -> str:
-    """The name, over all groups, of a prompt with this content name. Empty for a prompt without token ids.
-
-    They cannot be distinguished. If the prompt has images or other parts, these are part of its name.
-    """
-    tokens, _, rest = content.partition("/")
-    if tokens == digest_of(()) or len(tokens) != len(digest_of(())):
-        return ""
-    return f"{KEY_OF_TOKENS}{digest_of([*map(ord, content)]) if rest else tokens}"
-
-
 def seed_for(seed: int, prompt: str) -> int:
     """A seed below 2**62 for the prompt of this name: 2**62 and more stay free for the prompt's candidates.
 

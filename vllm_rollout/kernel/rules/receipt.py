@@ -6,10 +6,7 @@ Invariants: generated + resumed = returned + wasted tokens. Unknown values are N
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 from typing import Any
 
 
@@ -78,21 +75,6 @@ class Receipt:
             ),
             bubble=_mean((self.bubble, self.seconds), (other.bubble, other.seconds)),
         )
-
-    def at_once(self, others: Sequence[Receipt]) -> Receipt:
-        """Receipt of servers that worked at the same time. Tokens are summed. For seconds the longest counts."""
-        if not others:
-            return self
-
-        def longest(name: str) -> Any:
-            known = [getattr(each, name) for each in (self, *others) if getattr(each, name) is not None]
-            return max(known, default=None)
-
-        names = ("seconds", "waiting_seconds", "queue_seconds")
-        whole = replace(reduce(add, others, self), **{name: longest(name) for name in names})
-        if whole.seconds is None or whole.waiting_seconds is None:
-            return whole
-        return replace(whole, saved_seconds=whole.waiting_seconds - whole.seconds)
 
 
 ADDED = (

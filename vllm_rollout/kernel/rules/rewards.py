@@ -87,11 +87,6 @@ def request_name(client: str, request_id: str, namespace: str = "") -> str:
     return dumps([client, namespace, request_id])  # ASCII, and no id can look like another client's
 
 
-def everybodys(name: str) -> str:
-    """Name of the same request with an unknown client."""
-    return f'["{EVERYBODY}", {name.partition(", ")[2]}'
-
-
 class AnswerName(NamedTuple):
     """Name of a candidate in a reward: an answer and a choice in it. Or the name of the first of several candidates."""
 

@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.sibling_table import SiblingTable
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, EndReason, HeldGroups, StopState
@@ -92,14 +91,12 @@ class StepPart:
     """A part in the engine core, for all groups of one engine. It has what it has learned, and nothing of vLLM."""
 
     name: ClassVar[str]
-    observes = False
-    """True if it needs the observations of running candidates (`Step.seen`)."""
 
     def fresh(self) -> StepPart:
         """This part without any group, but with all that it has learned."""
         return type(self)()
 
-    def remember_in(self, memories: Memories) -> None:
+    def remember_in(self, memories: Any) -> None:
         """Learn in these memories of the engine from now on."""
 
     def phases(self) -> Mapping[Phase, Callable[[Step], None]]:
@@ -183,7 +180,7 @@ class GroupSteps:
         max_idle: int = MAX_IDLE_GROUPS,
         *,
         contains: bool = False,
-        memories: Memories | None = None,
+        memories: Any = None,
     ) -> None:
         """`contains`: an exception in the rules of one group breaks that group (`Verdicts.broken`), not the step.
         `memories`: of the engine. None: each part has its own."""
@@ -192,8 +189,6 @@ class GroupSteps:
         if memories is not None:
             for part in self.parts.values():
                 part.remember_in(memories)
-        self.observing = [name for name, part in self.parts.items() if part.observes]
-        """Names of the parts that need observations of running candidates."""
         self._phases: dict[Phase, list[Callable[[Step], None]]] = {}
         for part in self.parts.values():
             for phase, decide in part.phases().items():

@@ -10,7 +10,7 @@ A part makes its terms from the fields of a request (`kernel/part_terms.py`). Pl
                with_audits   the audit is drawn when the group's first candidate arrives
                said          a candidate outside a rollout is about to start
                resumed       a candidate goes on with tokens of an earlier round
-               pruning, scored_lengths, observes_last: at any time
+               pruning, scored_lengths: at any time
 
 Invariant: the kernel asks terms by these names only.
 """
@@ -52,11 +52,6 @@ class PartTerms:
     def scored_lengths(self) -> Sequence[int]:
         """All detection lengths at which a candidate is scored, ascending."""
         return ()
-
-    @property
-    def observes_last(self) -> bool:
-        """True if the part needs the observation of a candidate's last token."""
-        return False
 
     def check(self, group_size: int, num_candidates: int, spare_field: str, names: Mapping[str, str]) -> None:
         """Check the terms against a plan. `spare_field`: the field of spare candidates, as the user wrote it.

@@ -40,57 +40,14 @@ race                   its siblings decided the group without it
 cancel                 the group was cancelled
 """
 
-RoundKind = Literal["short", "long"]
-
-DeferReason = Literal["cut", "tie", "incomplete"]
-"""Reason why a prompt was deferred: enough others were complete, it completed too late to count, or candidates were
-lost."""
-
-SizeReason = Literal[
-    "start",
-    "profile",
-    "rise",
-    "quiet",
-    "steady",
-    "settling",
-    "at_largest",
-    "at_smallest",
-    "failed_before",
-    "slower_below",
-]
-"""Reason for the tensor-parallel size of the next round.
-
-start          no round was run, and the costs of sizes are unknown
-profile        no round was run: the size with the best forecast for the first run's rounds
-rise           preemptions rose, or reached the rate that is too high: the next larger size
-quiet          enough rounds without preemptions: the next smaller size
-steady         neither rise nor quiet
-settling       the first comparable round since the size grew
-at_largest     a rise, and there is no larger size
-at_smallest    quiet, and there is no smaller size
-failed_before  quiet, with as many tokens as a round in which the smaller size preempted
-slower_below   quiet, and the round would have taken longer at the smaller size
-"""
-
 
 class CandidateId(NamedTuple):
     group_id: str
     index: int  # type: ignore[assignment]  # of a tuple's methods nobody here needs `index`
 
 
-WHOLE = 0
-"""Value in place of a detection length: the whole trajectory, scored at its end (ARRoL section 4.4)."""
-
 BASE_MODEL = ""
 """Value in place of an adapter's name: the base model."""
-
-
-class HeadKey(NamedTuple):
-    """Key of a quality head, and of the calibration of its scores."""
-
-    detection_length: int
-    adapter: str = BASE_MODEL
-    """Name under which the LoRA adapter is served. `BASE_MODEL`: no adapter."""
 
 
 Signal = Literal["head", "confidence"]
@@ -105,19 +62,6 @@ class Confidence(NamedTuple):
     """The lowest mean over any window of consecutive tokens, in nats."""
     bottom_windows: float
     """The mean over the lowest tenth of the windows, in nats."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """Measurement of a candidate in the step that produced token `detection_length`, or its last token."""
-
-    confidence: Confidence
-    logit: float | None = None
-    """Output of the quality head. None while the head is untrained."""
-    head_version: int = 0
-    """Version of the quality head. 0: untrained."""
-    detection_length: int | None = None
-    """Output tokens at the measurement, or `WHOLE`. None: the plan's `detection_length`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,30 +187,3 @@ class RankCounts(NamedTuple):
     num_internal_errors: int = 0
     """Exceptions of our own code that were caught, and failed candidates or groups."""
     num_weight_changes: int = 0
-
-
-class RunningGroup(NamedTuple):
-    """A group as its engine core reports it, without predictions."""
-
-    group_id: str
-    prompt_tokens: int
-    num_tokens: list[int]
-    """Output tokens of each candidate that has not ended."""
-    max_tokens: int | None
-
-
-class EngineLoad(NamedTuple):
-    """Load of one engine core, and what has happened to it since its start."""
-
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    """Used share of its KV blocks, from 0 to 1."""
-    num_preemptions: int
-    groups: list[RunningGroup]
-    """Groups with candidates that have not ended."""
-    num_internal_errors: int = 0
-    """Exceptions of our own code that were caught, and failed candidates or groups."""
-    num_weight_changes: int = 0
-    """Number of weights updates. `weight_version` is the newest."""
-    weight_version: str = ""

@@ -26,27 +26,6 @@ def check_token_confidence(logits: Tensor, rows: Tensor) -> None:
     check_range("rows", rows, 0, logits.shape[0])
 
 
-def check_quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> None:
-    """Raise ValueError unless dtypes, shapes, strides and devices are those of `quality_head` and, on the CPU, every
-    entry of `rows` is a row of `hidden`."""
-    check_rows_tensor("hidden", hidden, "hidden_size")
-    if rows.dim() != 1 or rows.dtype != torch.int64:
-        raise ValueError(f"rows must be int64 [num_due], got {rows.dtype} {list(rows.shape)}")
-    if w1.dim() != 2 or w1.dtype != torch.float32 or w1.shape[0] < 1 or w1.shape[1] != hidden.shape[1]:
-        raise ValueError(
-            f"w1 must be float32 [num_hidden, hidden_size] with hidden_size = {hidden.shape[1]}, got {w1.dtype} "
-            f"{list(w1.shape)}"
-        )
-    if not w1.is_contiguous():
-        raise ValueError(f"w1 must be contiguous, got strides {list(w1.stride())}: call .contiguous() on it")
-    check_vector("b1", b1, torch.float32, "num_hidden", w1.shape[0])
-    check_vector("w2", w2, torch.float32, "num_hidden", w1.shape[0])
-    check_vector("b2", b2, torch.float32, "1", 1)
-    check_contiguous(b1=b1, w2=w2)
-    check_devices("hidden", hidden, rows=rows, w1=w1, b1=b1, w2=w2, b2=b2)
-    check_range("rows", rows, 0, hidden.shape[0])
-
-
 def check_update_confidence(
     slots: Tensor, positions: Tensor, values: Tensor, means: Tensor, m2s: Tensor, trace: Tensor
 ) -> None:
@@ -75,17 +54,6 @@ def check_state(name: str, value: Tensor, columns: str) -> None:
     if value.dim() != 2 or value.dtype != torch.float32:
         raise ValueError(f"{name} must be float32 [capacity, {columns}], got {value.dtype} {list(value.shape)}")
     check_contiguous(**{name: value})
-
-
-def check_windowed_confidence(trace: Tensor, lengths: Tensor, window: int) -> None:
-    """Raise ValueError unless arguments are those of `windowed_confidence` and, on the CPU, lengths are in range."""
-    if trace.dim() != 2 or trace.dtype != torch.float32:
-        raise ValueError(f"trace must be float32 [num_due, max_len], got {trace.dtype} {list(trace.shape)}")
-    check_vector("lengths", lengths, torch.int64, "num_due", trace.shape[0])
-    check_devices("trace", trace, lengths=lengths)
-    if window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    check_range("lengths", lengths, 0, trace.shape[1] + 1)
 
 
 def check_rows_tensor(name: str, value: Tensor, columns: str) -> None:

@@ -10,33 +10,34 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, library
 
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.tracker import arguments, reference
 from vllm_rollout.kernel.tracker.build_command import MIN_TORCH, build_command
 
 OPS_VARIABLE = "VLLM_ROLLOUT_OPS"
 OPS_CHOICES = ("auto", "torch")
 
-Operator = Literal["token_confidence", "quality_head", "update_confidence", "windowed_confidence"]
 Compute = Callable[..., Tensor]
 
-OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
-REFERENCES: dict[Operator, Compute] = {name: getattr(reference, f"{name}_reference") for name in OPERATORS}
-CHECKS: dict[Operator, Callable[..., None]] = {name: getattr(arguments, f"check_{name}") for name in OPERATORS}
+class Operator(NamedTuple):
+    """An operator, which its own module specifies."""
 
-TRITON_MODULES: dict[Operator, str] = {
-    "token_confidence": "token_confidence",
-    "quality_head": "quality_head",
-    "update_confidence": "confidence",
-}
-"""Operators that kernels/triton has, and the module of each. Trace confidence is computed once per candidate."""
+    reference: Compute
+    """In torch, for any device."""
+    check: Callable[..., None]
+    """Raises ValueError for arguments that the operator refuses."""
+    triton: str | None = None
+    """Module of kernels/triton that has it for CUDA tensors."""
+    fake: Compute | None = None
+    """Shape and dtype of its result, for torch.compile, if csrc has it for CPU tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +51,21 @@ class Implementation:
 
 
 @functools.cache
-def active_implementation(device_type: str, operator: Operator = "token_confidence") -> Implementation:
-    """The implementation of `operator` for tensors on `device_type`, such as "cpu" or "cuda"."""
+def active_implementation(device_type: str, name: str = "token_confidence") -> Implementation:
+    """The implementation of an operator for tensors on `device_type`, such as "cpu" or "cuda"."""
     forced = reference_is_forced()
-    if operator not in OPERATORS:
-        raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, got {operator!r}")
+    if (operator := operators().get(name)) is None:
+        raise ValueError(f"operator must be one of {', '.join(operators())}, got {name!r}")
     found: Implementation | str | None = None
     if forced is not None:
         found = forced
     elif device_type not in ("cpu", "cuda"):
         found = f"no kernel for device type {device_type!r}"
-    elif device_type == "cpu" and operator in FAKES:
-        found = _cpp(operator)
-    elif device_type == "cuda" and operator in TRITON_MODULES:
-        found = _triton(operator)
-    return found if isinstance(found, Implementation) else Implementation("torch", found, REFERENCES[operator])
+    elif device_type == "cpu" and operator.fake is not None:
+        found = _cpp(name, operator.check, operator.fake)
+    elif device_type == "cuda" and operator.triton is not None:
+        found = _triton(name, operator.check, operator.triton)
+    return found if isinstance(found, Implementation) else Implementation("torch", found, operator.reference)
 
 
 def reference_is_forced() -> str | None:
@@ -89,7 +90,7 @@ def extension_fault() -> str | None:
     return None
 
 
-def _cpp(operator: Operator) -> Implementation | str:
+def _cpp(operator: str, check: Callable[..., None], fake: Compute) -> Implementation | str:
     """The operator in C++, or why it is not active."""
     fault = extension_fault()
     if fault is not None:
@@ -98,10 +99,9 @@ def _cpp(operator: Operator) -> Implementation | str:
         return f"vllm_rollout._C was built before it had {operator}: run `{build_command()}` to rebuild it"
     kernel = getattr(torch.ops.vllm_rollout, operator).default
     arguments_built = [argument.name for argument in kernel._schema.arguments]
-    if arguments_built != list(inspect.signature(FAKES[operator]).parameters):
+    if arguments_built != list(inspect.signature(fake).parameters):
         return f"vllm_rollout._C has another {operator} than this version: run `{build_command()}` to rebuild it"
-    library.register_fake(f"vllm_rollout::{operator}")(FAKES[operator])
-    check = CHECKS[operator]
+    library.register_fake(f"vllm_rollout::{operator}")(fake)
 
     def compute(*tensors: Tensor | int) -> Tensor:
         try:
@@ -115,17 +115,16 @@ def _cpp(operator: Operator) -> Implementation | str:
     return Implementation("c++", None, compute)
 
 
-def _triton(operator: Operator) -> Implementation | str:
+def _triton(operator: str, check: Callable[..., None], name: str) -> Implementation | str:
     """The operator in Triton, or why it is not active."""
     try:
-        module = importlib.import_module(f"vllm_rollout.kernels.{TRITON_MODULES[operator]}")
+        module = importlib.import_module(f"vllm_rollout.kernels.{name}")
     except ModuleNotFoundError as error:
-        name = "triton" if error.name == "triton" else "vllm_rollout.kernels"
-        how = "pip install triton" if error.name == "triton" else f"run `{build_command()}`"
-        return f"{name} is not installed: {how}"
+        if error.name == "triton":
+            return "triton is not installed: pip install triton"
+        return f"vllm_rollout.kernels is not installed: run `{build_command()}`"
 
     kernel = getattr(module, f"{operator}_triton")
-    check = CHECKS[operator]
 
     def compute(*tensors: Tensor | int) -> Tensor:
         check(*tensors)
@@ -144,9 +143,20 @@ def _update_confidence_fake(
     return values.new_empty(slots.shape[0], 2)
 
 
-FAKES: dict[Operator, Compute] = {
-    "token_confidence": _token_confidence_fake,
-    "update_confidence": _update_confidence_fake,
+OPERATORS = {
+    "token_confidence": Operator(
+        reference.token_confidence_reference,
+        arguments.check_token_confidence,
+        "token_confidence",
+        _token_confidence_fake,
+    ),
+    "update_confidence": Operator(
+        reference.update_confidence_reference, arguments.check_update_confidence, "confidence", _update_confidence_fake
+    ),
 }
-"""Operators of csrc. In torch their calls would cost more than their work. The head is a matrix product, in which
-torch is as fast as the CPU. Each operator gives the shape and dtype of the operator's result, for torch.compile."""
+
+
+@functools.cache
+def operators() -> Mapping[str, Operator]:
+    """The operators of the tracker, then those of parts, by name."""
+    return OPERATORS | {name: operator for _, its in faces("operators") for name, operator in its.items()}

@@ -1,4 +1,4 @@
-"""Operators of the tracker: what each takes, gives and refuses.
+"""Operators of the tracker: what each takes, gives and refuses. Parts have others (`dispatch.py`).
 
 An operator has one name and up to three implementations: C++ for CPU tensors (csrc/), Triton for CUDA tensors
 (kernels/triton/) and torch (reference.py), which is the specification and serves everything else. dispatch.py says
@@ -9,16 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_rollout.kernel.tracker.dispatch import Implementation, active_implementation
-
-__all__ = [
-    "Implementation",
-    "active_implementation",
-    "quality_head",
-    "token_confidence",
-    "update_confidence",
-    "windowed_confidence",
-]
+from vllm_rollout.kernel.tracker import dispatch
 
 
 def token_confidence(logits: Tensor, rows: Tensor) -> Tensor:
@@ -37,25 +28,7 @@ def token_confidence(logits: Tensor, rows: Tensor) -> Tensor:
     Source: H_t of ARRoL section 3 (self-uncertainty, Kang et al. 2025) divided by V', so that it does
     not depend on the size of the vocabulary.
     """
-    return active_implementation(logits.device.type).compute(logits, rows)
-
-
-def quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """The quality head's logit of the due rows: relu(hidden[rows] @ w1.T + b1) @ w2 + b2, float32 [num_due].
-
-    hidden: float32, bfloat16 or float16 [num_rows, hidden_size], stride(1) == 1.
-    rows: int64 [num_due], the rows to score. Without rows an empty tensor is returned, and nothing is launched.
-    w1, b1, w2, b2: float32 [num_hidden, hidden_size], [num_hidden], [num_hidden], [1], all on the device of hidden.
-
-    Sums are made in float32. Implementations agree within 1e-5 of the sums without signs:
-    (abs(hidden[rows]) @ abs(w1).T + abs(b1)) @ abs(w2) + abs(b2).
-
-    Raises ValueError for a wrong dtype, shape, stride or device, and on the CPU for a row that does not exist. On CUDA
-    that check would make the host wait, so such a row's score is NaN.
-
-    Source: ARRoL section 4.1, a two-layer MLP on the last hidden state.
-    """
-    return active_implementation(hidden.device.type, "quality_head").compute(hidden, rows, w1, b1, w2, b2)
+    return dispatch.active_implementation(logits.device.type).compute(logits, rows)
 
 
 def update_confidence(
@@ -79,24 +52,5 @@ def update_confidence(
     Raises ValueError for a wrong dtype, shape, stride or device, and on the CPU for a missing slot or a negative
     position. Nothing is changed then. On CUDA a row with such a slot or position changes nothing and gives NaN.
     """
-    compute = active_implementation(means.device.type, "update_confidence").compute
+    compute = dispatch.active_implementation(means.device.type, "update_confidence").compute
     return compute(slots, positions, values, means, m2s, trace)
-
-
-def windowed_confidence(trace: Tensor, lengths: Tensor, window: int) -> Tensor:
-    """Trace confidence of candidates, float32 [num_due, 3]: mean, lowest window, bottom windows.
-
-    trace: float32 [num_due, max_len], the confidence of each token. Entries at and after the length are not read.
-    lengths: int64 [num_due], 0 to max_len.
-    window: consecutive tokens of one window. A shorter trace has one window, the whole of it.
-
-    The lowest window is the lowest mean of all windows at stride 1. The bottom windows are the mean of the lowest
-    tenth of them, rounded down to whole windows but at least one. An empty trace, or one with a NaN or an infinity,
-    gives NaN three times.
-
-    Raises ValueError for a wrong dtype, shape or device, and on the CPU for a length out of range. On CUDA that check
-    would make the host wait, so the caller vouches for the lengths.
-
-    Source: DeepConf (Fu et al. 2025), group confidence, lowest group and bottom 10 % group confidence.
-    """
-    return active_implementation(trace.device.type, "windowed_confidence").compute(trace, lengths, window)

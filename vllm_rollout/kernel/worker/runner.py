@@ -5,16 +5,13 @@ Invariant: observed values are not changed, and no step waits for them: they are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.weights import Changes
@@ -156,41 +153,6 @@ class RunnerMixin:
         self.parts = parts
         self.candidate_tracker.parts = parts.rows
 
-    def take_up(
-        self,
-        request: EngineCoreRequest,
-        output_token_ids: Sequence[int],
-        *,
-        generator: bytes | None,
-        statistics: bytes | None,
-        of_parts: Mapping[str, bytes],
-    ) -> None:
-        """Add a candidate that has run elsewhere.
-
-        generator: as of `generator_state`. statistics: as of `CandidateTracker.copy`. of_parts: as of `WorkerParts`.
-        """
-        if self.observes and statistics is not None:
-            self.candidate_tracker.discard(request.request_id)
-            self.observing.begin(request.request_id, request)
-            self.candidate_tracker.restore(request.request_id, statistics)
-        self.parts.put(request.request_id, of_parts)
-        self._know(request, output_token_ids, generator)
-        self.parts.arrived(request, output_token_ids)
-
-    @property
-    def kv_blocks(self) -> list[torch.Tensor]:
-        """The KV cache, one tensor per layer, [num_blocks, kernel blocks in each, ...]."""
-        num_blocks = self.kv_cache_config.num_blocks
-        caches = {cache.data_ptr(): cache for cache in self.kv_caches}.values()  # layers may share one
-        return [cache.unflatten(0, (num_blocks, -1)) for cache in caches]
-
-    def generator_state(self, request_id: str) -> bytes | None:
-        """State of the request's own generator. None if it has none."""
-        return None
-
-    def _know(self, request: EngineCoreRequest, output_token_ids: Sequence[int], generator: bytes | None) -> None:
-        """Register a request with the runner, before the scheduler resumes it."""
-
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         tracker = self.candidate_tracker
         with self.observing:
@@ -239,31 +201,6 @@ class RunnerMixin:
 
 class RunnerV1Mixin(RunnerMixin):
     """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample."""
-
-    def generator_state(self, request_id: str) -> bytes | None:
-        request = self.requests.get(request_id)
-        if request is None or request.generator is None:
-            return None
-        return request.generator.get_state().numpy().tobytes()
-
-    def _know(self, request: EngineCoreRequest, output_token_ids: Sequence[int], generator: bytes | None) -> None:
-        its_own = None
-        if generator is not None:
-            its_own = torch.Generator(device=self.device)
-            its_own.set_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
-        known = self.requests[request.request_id] = CachedRequestState(
-            req_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            mm_features=[],
-            sampling_params=request.sampling_params,
-            generator=its_own,
-            block_ids=(),
-            num_computed_tokens=0,
-            output_token_ids=list(output_token_ids),
-            lora_request=request.lora_request,
-        )
-        if self.uses_mrope:
-            self._init_mrope_positions(known)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state

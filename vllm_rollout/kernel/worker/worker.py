@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_rollout.adapter.options import observing_refusal
 from vllm_rollout.adapter.weights import Changes, listen
-from vllm_rollout.kernel.tracker.ops import active_implementation
+from vllm_rollout.kernel.tracker.dispatch import active_implementation, operators
 from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.kernel.worker.runner import observe_runner
 from vllm_rollout.kernel.worker.verification import mend_expansion
@@ -22,9 +22,6 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
 
 logger = init_logger("vllm.vllm_rollout")
-
-STEP_OPERATORS = ("token_confidence", "update_confidence", "quality_head")
-"""Operators of a step. The last one runs only if a candidate is due."""
 
 
 class RolloutWorker(WorkerCalls, PlatformWorker):
@@ -72,11 +69,10 @@ class RolloutWorker(WorkerCalls, PlatformWorker):
 
 def say_what_serves(runner: str, device_type: str) -> None:
     """Log the model runner and each operator. It is a warning if a faster operator than the active one exists."""
-    operators = {name: active_implementation(device_type, name) for name in STEP_OPERATORS}
+    serving = {name: active_implementation(device_type, name) for name in operators()}
     described = [
-        f"{name}: {active.name}" + (f" ({active.reason})" if active.reason else "")
-        for name, active in operators.items()
+        f"{name}: {active.name}" + (f" ({active.reason})" if active.reason else "") for name, active in serving.items()
     ]
-    fastest = all(active.reason is None for active in operators.values())
+    fastest = all(active.reason is None for active in serving.values())
     say = logger.info_once if fastest else logger.warning_once
     say("vllm_rollout worker: model runner %s, %s", runner, ", ".join(described))

@@ -5,6 +5,7 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "feeds",
     "Asynchronous training: batches of groups from a feed that never stops, with a bound on staleness.",
+    needs=("weights",),
     faces={
         "api": "vllm_rollout.parts.feeds.api:FeedsApi",
         "client": "vllm_rollout.parts.feeds.client.methods:CLIENT",

@@ -8,6 +8,7 @@ PART = Part(
     needs=(
         "moving",
         "shaping",
+        "weights",
     ),
     faces={"several_servers": "vllm_rollout.parts.fleet.fleet:Fleet"},
     also={"rounds": {"several_servers": "vllm_rollout.parts.fleet.with_rounds.client:FleetWithRuns"}},

@@ -29,12 +29,12 @@ from vllm_rollout.kernel.client.calls import Call, EventsCall, typed
 from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, RolloutError, is_healthy, raise_for_error
 from vllm_rollout.kernel.client.groups import GroupStream
 from vllm_rollout.kernel.client.sender import Sender
-from vllm_rollout.kernel.client.weights import GivenWeights, give_weights
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RolloutAnswer, RolloutSummary
 from vllm_rollout.kernel.http.rewards import EXPLANATIONS, NamedRewardsAnswer, RewardCounts, RewardResult, RewardsAnswer
 from vllm_rollout.parts.fleet.rollout import GONE, FleetRollout, Part, is_loss
 from vllm_rollout.parts.fleet.rules import NoServerLeft, Servers
 from vllm_rollout.parts.moving.http.body import EngineAnswer, EnginesAnswer
+from vllm_rollout.parts.weights.client import GivenWeights, give_weights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,9 +13,11 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from hashlib import blake2b
 from http import HTTPStatus
+from operator import add
 from typing import Any
 
 from vllm_rollout.background import begin, cancelled
@@ -32,6 +34,7 @@ from vllm_rollout.kernel.http.answers import (
     TrajectoryEvent,
     Usage,
 )
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.parts.fleet.rules import ServedGroup, Servers
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
@@ -267,8 +270,24 @@ class FleetRollout:
                 time_to_first_group_s=self._first_s,
                 started_s=[started.get(str(prompt["id"])) for prompt in self._prompts],
             ),
-            receipt=receipts[0].at_once(receipts[1:]) if receipts else None,
+            receipt=_at_once(*receipts) if receipts else None,
         )
+
+
+def _at_once(first: Receipt, *others: Receipt) -> Receipt:
+    """Receipt of servers that worked at the same time. Tokens are summed. For seconds the longest counts."""
+    if not others:
+        return first
+
+    def longest(name: str) -> Any:
+        known = [getattr(each, name) for each in (first, *others) if getattr(each, name) is not None]
+        return max(known, default=None)
+
+    names = ("seconds", "waiting_seconds", "queue_seconds")
+    whole = replace(reduce(add, others, first), **{name: longest(name) for name in names})
+    if whole.seconds is None or whole.waiting_seconds is None:
+        return whole
+    return replace(whole, saved_seconds=whole.waiting_seconds - whole.seconds)
 
 
 def _key(prompt: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "pruning",
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
+    needs=("memories",),
     faces={
         "api": "vllm_rollout.parts.pruning.api.part:PruningApi",
         "client": "vllm_rollout.parts.pruning.client:CLIENT",
@@ -12,6 +13,7 @@ PART = Part(
         "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
         "memory": "vllm_rollout.parts.pruning.rules.memory:PruningMemory",
         "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
+        "operators": "vllm_rollout.parts.pruning.worker.operators:OPERATORS",
         "plan": "vllm_rollout.parts.pruning.http.plan:LearningPlan",
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.pruning.simulated",

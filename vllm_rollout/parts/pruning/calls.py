@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from vllm_rollout.kernel.call_table import Features, Operation
+from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.rules.rewards import NamedReward, RewardStatus
-from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.rules.judge import Label
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, RewardedCandidate
+
+
+class Features(NamedTuple):
+    """Hidden states, [num_states, hidden_size]."""
+
+    data: bytes
+    """The bytes row by row."""
+    dtype: Literal["float32", "float16", "bfloat16"]
 
 
 class Refusal(NamedTuple):
@@ -76,6 +84,13 @@ class LearningWindow:
     audit: AuditReport = field(default_factory=AuditReport)
 
 
+class Piece(NamedTuple):
+    """The next bytes of a reading."""
+
+    data: bytes
+    is_last: bool
+
+
 class HeadToRead(NamedTuple):
     reader: str
     head: HeadKey
@@ -107,6 +122,9 @@ LEARN_FEATURES: Operation[LabelledFeatures, None] = Operation("learn_features", 
 """Features of another engine core's candidates, for the head. Rank 0 only, because it trains."""
 TRAIN: Operation[float, int] = Operation("train", float, int)
 """Train for this many seconds. Returns the number of optimizer steps that are left."""
+# -- data that is read in pieces
+READ: Operation[str, Piece | None] = Operation("read", str, Piece | None)
+"""The next piece for a reader. None if newer readings have replaced it."""
 # -- quality heads
 HEADS: Operation[None, list[HeadInfo]] = Operation("heads", None, list[HeadInfo])
 PUT_HEAD: Operation[HeadToPut, HeadInfo | Refusal] = Operation("put_head", HeadToPut, HeadInfo | Refusal)

@@ -12,8 +12,8 @@ import httpx
 
 from vllm_rollout.kernel.client.blocking import Blocked, blocking
 from vllm_rollout.kernel.client.body import said
-from vllm_rollout.kernel.client.calls import Call, adapter, query, typed
-from vllm_rollout.kernel.client.connection import RolloutError, parse
+from vllm_rollout.kernel.client.calls import Call, query, typed
+from vllm_rollout.kernel.client.connection import RolloutError, adapter, parse
 from vllm_rollout.kernel.client.methods import ClientPart, awaited
 from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer

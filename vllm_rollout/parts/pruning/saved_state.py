@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vllm_rollout.checks import integer, listed, shown, text
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.kernel.rules.checks import integer, listed, shown, text
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
 

@@ -9,11 +9,11 @@ from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.kernel.rules.fields import PruningFields
 from vllm_rollout.kernel.rules.rows import rows
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import Confidence, GroupResult, Observation
+from vllm_rollout.kernel.rules.types import Confidence, GroupResult
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan, make_pruning_plan
 from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORING, TERMS, PruningStep
 from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 from vllm_rollout.simulator.planner import PlannedRollout

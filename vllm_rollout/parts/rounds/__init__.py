@@ -6,6 +6,7 @@ PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
     faces={
+        "answers": "vllm_rollout.parts.rounds.http.answers:EVENTS_AND_ANSWERS",
         "api": "vllm_rollout.parts.rounds.api:RoundsApi",
         "client": "vllm_rollout.parts.rounds.client.methods:CLIENT",
         "core": "vllm_rollout.parts.rounds.core:RoundsCore",

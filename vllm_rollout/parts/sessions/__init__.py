@@ -8,6 +8,7 @@ PART = Part(
     needs=("rewards",),
     faces={
         "api": "vllm_rollout.parts.sessions.api.part:SessionsApi",
+        "app": "vllm_rollout.parts.sessions.api.turns:refuse_full_turns",
         "client": "vllm_rollout.parts.sessions.client.agents:CLIENT",
         "metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics",
         "routes": "vllm_rollout.parts.sessions.http.routes:ROUTES",

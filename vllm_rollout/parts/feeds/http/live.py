@@ -30,6 +30,7 @@ from vllm_rollout.parts.feeds.http.running import FeedRollout
 from vllm_rollout.parts.feeds.http.store import StoredFeed
 from vllm_rollout.parts.feeds.rules.bias import BiasMeter, Fate, GroupSize
 from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup, Versions
+from vllm_rollout.parts.weights.http import recomputed
 
 AGAIN_S = 1.0
 """Seconds until a group starts again that the engine could not take."""
@@ -156,7 +157,7 @@ class LiveFeed:
                 self._drop(number)
             self.kept.left([], self.state)
             if self.request.on_update == "recompute" and (names := [group.rollout_id for group in self.running]):
-                spawn(self._rollouts.recompute(names), "KV of a feed's groups")
+                spawn(recomputed(self._rollouts.engine, names), "KV of a feed's groups")
             self._admit()
         elif was_held and not self.is_held:
             self._admit()

@@ -23,7 +23,6 @@ from vllm_rollout.background import begin
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
-from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.ranks import Ranks
 
@@ -147,7 +146,7 @@ class SteppedClient(GroupClient, EngineRequests):
         self.engine_core = SteppedCore(engine.engine_core)
         keep_to_output_text(engine.output_processor)
         self.begin_groups(GroupRoutes(Ranks(1)), Metrics(CollectorRegistry()))
-        self.door, self.lost_weights = Door(), LostWeights()  # no engine is rebuilt here
+        self.door, self.before_rollouts = Door(), None  # no engine is rebuilt here
         self.life = SimpleNamespace(dead={}, living_ranks=[0], watch=lambda: None)
 
     @property

@@ -20,13 +20,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from itertools import count
 from typing import NamedTuple
 
 from vllm.logger import init_logger
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.background import spawn, survived
@@ -282,7 +283,7 @@ class EngineMoves(MovesPart):
         except Exception as error:
             logger.exception("rank %d did not adopt group %s of rank %d", target, route.group_id, source)
             return await self._take_back(route, wanted, Move("failed", str(error)))
-        self._client.send_to(target, released.request_ids)
+        _send_to(self._client.engine_core, target, released.request_ids)
         self._client.routes.arrived(route, target)
         try:
             await self._calls.call_rank(source, CONFIRM_MOVE, wanted)
@@ -317,3 +318,15 @@ def _last_one(rank: int, why: str) -> RequestError:
         status=HTTPStatus.CONFLICT,
         param="rank",
     )
+
+
+def _send_to(core: DPLBAsyncMPClient, rank: int, request_ids: Iterable[str]) -> None:
+    """Send later messages about these requests to another rank."""
+    target = core.core_engines[rank]
+    for request_id in request_ids:
+        before = core.reqs_in_flight.get(request_id)
+        if before is None:  # it has just ended on this side
+            continue
+        core.reqs_in_flight[request_id] = target
+        core.engine_inflight[before] -= 1
+        core.engine_inflight[target] += 1

@@ -12,7 +12,7 @@ with the same epoch changes nothing and gets the same answer. A call that fails 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
@@ -25,11 +25,11 @@ from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.candidate import EngineCandidate
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.core.versions import leave_deferred
-from vllm_rollout.kernel.core.weights import Weights, salt_to_move
+from vllm_rollout.kernel.core.weights import OWN_SALT, Weights, has_own_hashes
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad
+from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.moving.calls import (
     ADOPT_GROUP,
     CONFIRM_MOVE,
@@ -43,7 +43,7 @@ from vllm_rollout.parts.moving.calls import (
     Released,
 )
 from vllm_rollout.parts.moving.core.kv_moving import KVMoves
-from vllm_rollout.parts.moving.rules.load import RankState
+from vllm_rollout.parts.moving.rules.load import EngineLoad, RankState, RunningGroup
 from vllm_rollout.parts.moving.rules.placement import Holders
 from vllm_rollout.parts.moving.wire import KVBlocks, MovedCandidate, Parcel, request_to_move
 
@@ -74,6 +74,9 @@ class MovableGroups(Protocol):
     """The part of our schedulers that moves need beside vLLM's scheduler."""
 
     group_steps: GroupSteps
+    launched: Mapping[CandidateId, EngineCandidate]
+    num_internal_errors: int
+    num_preemptions: int
     clock: Callable[[], float]
     weights: Weights
 
@@ -92,7 +95,7 @@ class GroupMoves(CorePart):
     """The moves of one engine core. Overrides: answers, cache_reset, forget."""
 
     answers: ClassVar[Answers] = {
-        RANK_STATE: lambda core, _: core.scheduler.part(GroupMoves).state(core.scheduler.load),
+        RANK_STATE: lambda core, _: core.scheduler.part(GroupMoves).state(),
         HOLD: lambda core, wanted: core.scheduler.part(GroupMoves).hold(wanted),
         RELEASE_GROUP: lambda core, wanted: core.scheduler.part(GroupMoves).release(core, wanted),
         KEEP_GROUP: lambda core, wanted: core.scheduler.part(GroupMoves).keep(core, wanted),
@@ -121,8 +124,33 @@ class GroupMoves(CorePart):
         """True if this engine core is kept empty."""
         return bool(self._holders)
 
-    def state(self, load: EngineLoad) -> RankState:
-        return RankState(load, self.is_held, self.num_in, self.num_out, self.seconds, self.kv.arrived)
+    def state(self) -> RankState:
+        return RankState(self._load(), self.is_held, self.num_in, self.num_out, self.seconds, self.kv.arrived)
+
+    def _load(self) -> EngineLoad:
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        by_group: dict[str, list[Request]] = {}
+        for id, candidate in self._groups.launched.items():
+            by_group.setdefault(id.group_id, []).append(candidate.request)
+        groups = [
+            RunningGroup(
+                group_id,
+                requests[0].num_prompt_tokens,
+                [request.num_output_tokens for request in requests],
+                requests[0].sampling_params.max_tokens,
+            )
+            for group_id, requests in by_group.items()
+        ]
+        return EngineLoad(
+            num_running,
+            num_waiting,
+            self._scheduler.get_kv_cache_usage(),
+            self._groups.num_preemptions,
+            groups,
+            num_internal_errors=self._groups.num_internal_errors,
+            num_weight_changes=self._groups.weights.num_changes,
+            weight_version=self._groups.weights.newest,
+        )
 
     def hold(self, wanted: Hold) -> None:
         self._holders.change(wanted.owner, held=wanted.held)
@@ -275,6 +303,19 @@ def move_refusal(request: Request) -> str | None:
     if request.kv_transfer_params is not None:
         return "its KV cache comes from elsewhere"
     return None
+
+
+def salt_to_move(request: Request) -> str | None:
+    """Salt with which a request continues in another engine. If its blocks depend on KV of several weights, it is a
+    salt of its own.
+
+    Blocks that it left there before it was computed again have another salt.
+    """
+    salt = request.cache_salt
+    own = f"{OWN_SALT}{request.request_id}/"
+    if not has_own_hashes(request._block_hasher) or (salt is not None and salt.startswith(own)):
+        return salt
+    return own + (salt or "").removeprefix(OWN_SALT)
 
 
 def stop(groups: MovableGroups, scheduler: Scheduler, requests: Sequence[Request]) -> None:

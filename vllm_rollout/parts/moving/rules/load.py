@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from vllm_rollout.kernel.rules.types import EngineLoad
 from vllm_rollout.parts.shaping.rules.cost import CostModel, rollout_time
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments, expected_remaining, late_remaining
 
@@ -45,6 +44,33 @@ class TransferCost:
     def num_computed(self, num_candidates: int) -> float:
         """Expected number of tokens that these candidates compute again."""
         return num_candidates * self.block_size / 2
+
+
+class RunningGroup(NamedTuple):
+    """A group as its engine core reports it, without predictions."""
+
+    group_id: str
+    prompt_tokens: int
+    num_tokens: list[int]
+    """Output tokens of each candidate that has not ended."""
+    max_tokens: int | None
+
+
+class EngineLoad(NamedTuple):
+    """Load of one engine core, and what has happened to it since its start."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Used share of its KV blocks, from 0 to 1."""
+    num_preemptions: int
+    groups: list[RunningGroup]
+    """Groups with candidates that have not ended."""
+    num_internal_errors: int = 0
+    """Exceptions of our own code that were caught, and failed candidates or groups."""
+    num_weight_changes: int = 0
+    """Number of weights updates. `weight_version` is the newest."""
+    weight_version: str = ""
 
 
 class ArrivedKV(NamedTuple):

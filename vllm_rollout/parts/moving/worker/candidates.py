@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from vllm_rollout.kernel.worker.runner import RunnerMixin, RunnerV1Mixin
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 
 
@@ -19,7 +21,7 @@ def detach(runner: Any, request_ids: Sequence[str]) -> dict[str, WorkerState]:
     statistics = runner.candidate_tracker.copy(request_ids)
     return {
         request_id: WorkerState(
-            runner.generator_state(request_id), statistics.get(request_id), runner.parts.take(request_id)
+            _generator_state(runner, request_id), statistics.get(request_id), runner.parts.take(request_id)
         )
         for request_id in request_ids
     }
@@ -29,11 +31,44 @@ def detach(runner: Any, request_ids: Sequence[str]) -> dict[str, WorkerState]:
 def attach(runner: Any, candidates: Sequence[MovedCandidate]) -> None:
     """Add candidates that have run elsewhere to an observed runner."""
     for candidate in candidates:
-        state = candidate.state
-        runner.take_up(
-            candidate.request,
-            candidate.output_token_ids,
-            generator=state.generator,
-            statistics=state.statistics,
-            of_parts=state.of_parts,
-        )
+        request, state = candidate.request, candidate.state
+        if runner.observes and state.statistics is not None:
+            runner.candidate_tracker.discard(request.request_id)
+            runner.observing.begin(request.request_id, request)
+            runner.candidate_tracker.restore(request.request_id, state.statistics)
+        runner.parts.put(request.request_id, state.of_parts)
+        if isinstance(runner, RunnerV1Mixin):  # V2 gets a preempted request as a new one
+            _know(runner, candidate)
+        runner.parts.arrived(request, candidate.output_token_ids)
+
+
+def _generator_state(runner: RunnerMixin, request_id: str) -> bytes | None:
+    """State of the request's own generator. None if it has none."""
+    if not isinstance(runner, RunnerV1Mixin):
+        return None
+    request = runner.requests.get(request_id)
+    if request is None or request.generator is None:
+        return None
+    state: bytes = request.generator.get_state().numpy().tobytes()
+    return state
+
+
+def _know(runner: RunnerV1Mixin, candidate: MovedCandidate) -> None:
+    """Register a request with a runner, before the scheduler resumes it."""
+    request, generator = candidate.request, None
+    if candidate.state.generator is not None:
+        generator = torch.Generator(device=runner.device)
+        generator.set_state(torch.frombuffer(bytearray(candidate.state.generator), dtype=torch.uint8))
+    known = runner.requests[request.request_id] = CachedRequestState(
+        req_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        mm_features=[],
+        sampling_params=request.sampling_params,
+        generator=generator,
+        block_ids=(),
+        num_computed_tokens=0,
+        output_token_ids=list(candidate.output_token_ids),
+        lora_request=request.lora_request,
+    )
+    if runner.uses_mrope:
+        runner._init_mrope_positions(known)

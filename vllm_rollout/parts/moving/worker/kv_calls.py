@@ -14,6 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from vllm_rollout.kernel.worker.runner import RunnerMixin
 from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment, KVWay
 from vllm_rollout.parts.moving.worker.device_kv import DeviceKV, DeviceMemory
@@ -33,7 +34,7 @@ class KVCalls:
 
     @cached_property
     def kv_transfers(self) -> Mapping[KVWay, KVTransfer]:
-        transfers = kv_transfers(self.vllm_config, KVLayers(self.model_runner.kv_blocks), self.rank)
+        transfers = kv_transfers(self.vllm_config, KVLayers(kv_blocks(self.model_runner)), self.rank)
         logger.info_once("KV blocks of groups that move go by: %s", ", else ".join(transfers))
         return transfers
 
@@ -73,6 +74,13 @@ class KVCalls:
         for segment in segments:
             if segment.rank == self.rank:
                 self.kv_transfers[segment.way].drop(segment.name)
+
+
+def kv_blocks(runner: RunnerMixin) -> list[torch.Tensor]:
+    """The KV cache of a model runner, one tensor per layer, [num_blocks, kernel blocks in each, ...]."""
+    num_blocks = runner.kv_cache_config.num_blocks
+    caches = {cache.data_ptr(): cache for cache in runner.kv_caches}.values()  # layers may share one
+    return [cache.unflatten(0, (num_blocks, -1)) for cache in caches]
 
 
 def kv_transfers(vllm_config: VllmConfig, layers: KVLayers, rank: int) -> Mapping[KVWay, KVTransfer]:

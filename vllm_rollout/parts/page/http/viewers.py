@@ -11,18 +11,16 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Protocol
 
 import vllm_rollout
 from vllm_rollout.background import begin, heard, spawn, survived
-from vllm_rollout.kernel.http.answers import RoundSummary
 from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import EngineLoad
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
 from vllm_rollout.parts.page.http.watched import WatchedRollout
@@ -142,13 +140,12 @@ class Viewers:
             self._over[rollout_id] += told
         self._tell(told)
 
-    def round_over(self, summary: RoundSummary, queue: Sequence[str]) -> None:
-        """Send the summary of a round. `queue`: ids of the prompts that now wait for a long round, oldest first."""
-        names = ("run", "round", "kind", "deferred", "next_round", "num_waiting")
-        self._rounds.pop(summary.run, None)
-        self._rounds[summary.run] = told = event_of("round", {
-            **{name: getattr(summary, name) for name in names}, "queue": queue[:MAX_QUEUE], "num_queued": len(queue),
-        })  # fmt: skip
+    def round_over(self, run: str, summary: Mapping[str, Any], queue: Sequence[str]) -> None:
+        """Send the summary of a run's round. `queue`: ids of the prompts that now wait for a long round, oldest
+        first."""
+        self._rounds.pop(run, None)
+        told = event_of("round", {**summary, "queue": queue[:MAX_QUEUE], "num_queued": len(queue)})
+        self._rounds[run] = told
         if len(self._rounds) > MAX_RUNS:
             del self._rounds[next(iter(self._rounds))]
         self._tell(told)
@@ -275,7 +272,7 @@ class Viewers:
     async def _tick(self) -> None:
         while True:
             with survived("the page"):
-                ranks: Sequence[tuple[str, EngineLoad]] = ()
+                ranks: Sequence[tuple[str, Any]] = ()
                 with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
                     async with asyncio.timeout(LOOK_S):
                         ranks = [] if RANKS is None else await RANKS(self._engine)
@@ -294,7 +291,7 @@ class Viewers:
         for viewer in self._viewers:
             viewer.tell(tick)
 
-    def _look(self, ranks: Sequence[tuple[str, EngineLoad]]) -> None:
+    def _look(self, ranks: Sequence[tuple[str, Any]]) -> None:
         """Record the load of each rank, and the progress of the groups on it."""
         rows = []
         for rank, (state, load) in enumerate(ranks):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.checks import shown
 from vllm_rollout.parts.page.recording.rows import LengthsRow, PromptRow, RewardRow, RolloutRow
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow, SessionRewardRow
 from vllm_rollout.parts.shaping.rules.trace import End, Trace, TracedCandidate, TracedPrompt, TracedRollout

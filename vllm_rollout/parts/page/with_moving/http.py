@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from vllm_rollout.kernel.http.engine import Engine
-from vllm_rollout.kernel.rules.types import EngineLoad
 from vllm_rollout.parts.moving.http.body import EngineAnswer
 from vllm_rollout.parts.moving.http.engine import MovesPart
+from vllm_rollout.parts.moving.rules.load import EngineLoad
 
 
 async def ranks(engine: Engine) -> list[tuple[str, EngineLoad]]:

@@ -6,7 +6,7 @@ Invariant: rewards and lengths that one API process gets reach every data-parall
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from itertools import chain
@@ -19,9 +19,11 @@ from vllm.logger import init_logger
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.refusals import pruning_refusal
+from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.http.engine import CoreCalls, EngineStopped, RequestError
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.pruning.api.rank_calls import call_if_alive, read
 from vllm_rollout.parts.pruning.calls import (
     HEADS,
     LEARN_FEATURES,
@@ -51,6 +53,7 @@ from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, rules_report
 
 logger = init_logger("vllm.vllm_rollout")
@@ -95,6 +98,8 @@ class EngineLearning(LearningPart):
         """Locks by rollout id, held while its rewards are posted."""
         self._replacing = asyncio.Lock()
         """Held while a head or a state is put on one rank after the other."""
+        self._reading = asyncio.Lock()
+        """Held while data is read, because each read holds memory of the engine."""
         self.kept: Unkept = Unkept()
 
     @property
@@ -103,7 +108,11 @@ class EngineLearning(LearningPart):
 
     @property
     def is_busy(self) -> bool:
-        """True while a head is trained."""
+        """True while a head is trained or data is read."""
+        return self._is_training or self._reading.locked()
+
+    @property
+    def _is_training(self) -> bool:
         return self._training is not None and not self._training.done()
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
@@ -127,7 +136,7 @@ class EngineLearning(LearningPart):
             ]
             num_training = sum(found.num_training for found in posted)
             versions = {head.key: head.version for head in await self._heads()}
-            if num_training and not self.is_busy:
+            if num_training and not self._is_training:
                 self._training = spawn(self._train(), "training of the quality head")
             heads = sorted(set().union(*(found.heads for found in posted)))
             return RewardsReceipt(statuses, num_training, {head: versions.get(head, 0) for head in heads})  # type: ignore[arg-type]
@@ -138,7 +147,7 @@ class EngineLearning(LearningPart):
         share = self._calls.num_ranks > 1
         while len(posted.statuses) < len(rewards):
             some = list(rewards[len(posted.statuses) : len(posted.statuses) + REWARDS_PER_CALL])
-            progress = await self._calls.call_if_alive(rank, POST_REWARDS, PostedRewards(some, share))
+            progress = await call_if_alive(self._calls, rank, POST_REWARDS, PostedRewards(some, share))
             if progress is None:
                 posted.statuses.extend(["unknown"] * (len(rewards) - len(posted.statuses)))
                 break
@@ -152,7 +161,7 @@ class EngineLearning(LearningPart):
         """Send labels to the calibration of every other rank, and features to the first rank, which trains the head."""
         if progress.labels:
             others = [rank for rank in self._calls.living_ranks if rank != origin]
-            await asyncio.gather(*(self._calls.call_if_alive(rank, LEARN_LABELS, progress.labels) for rank in others))
+            await asyncio.gather(*(call_if_alive(self._calls, rank, LEARN_LABELS, progress.labels) for rank in others))
         for features in progress.features.values():
             await self._calls.call_first(LEARN_FEATURES, features)
 
@@ -184,7 +193,7 @@ class EngineLearning(LearningPart):
 
     async def _put_on_others(self, put: HeadToPut) -> None:
         for rank in self._calls.living_ranks[1:]:
-            refusal = await self._calls.call_if_alive(rank, PUT_HEAD, put)
+            refusal = await call_if_alive(self._calls, rank, PUT_HEAD, put)
             if isinstance(refusal, Refusal):  # that rank awaits rewards for the maximum of other detection lengths
                 logger.warning("rank %d did not take the head of the first: %s", rank, refusal.message)
 
@@ -195,7 +204,7 @@ class EngineLearning(LearningPart):
         key = HeadKey(length, adapter)
         # Every rank's calibration has every label. Verdicts and awaited rewards each rank has only of its own.
         found = [each for each in learned if each.head == key]
-        windows = (await self._calls.call_if_alive(rank, LEARNING_WINDOW, key) for rank in self._calls.living_ranks)
+        windows = (await call_if_alive(self._calls, rank, LEARNING_WINDOW, key) for rank in self._calls.living_ranks)
         window = LearningWindow()
         async for each in windows:
             if each is not None:
@@ -229,7 +238,7 @@ class EngineLearning(LearningPart):
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
         """Known prompts from one rank, because every rank learns all lengths and rewards."""
-        lines = await self._calls.read(OPEN_PROMPTS, lambda reader: PromptsToRead(reader, adapter))
+        lines = await self._read(self._calls, OPEN_PROMPTS, lambda reader: PromptsToRead(reader, adapter))
         assert lines is not None, "it always opens"
         return await asyncio.to_thread(
             lambda: known_prompts(chain.from_iterable(msgspec.json.Decoder().decode_lines(lines)))
@@ -261,7 +270,8 @@ class EngineLearning(LearningPart):
             await self.put(self._calls, state)
 
     async def take(self, calls: CoreCalls) -> bytes:
-        state = await calls.read(OPEN_STATE, lambda reader: reader)
+        assert isinstance(calls, EngineCalls)
+        state = await self._read(calls, OPEN_STATE, lambda reader: reader)
         assert state is not None, "there is always a state"
         return state
 
@@ -285,7 +295,7 @@ class EngineLearning(LearningPart):
 
     async def settled(self) -> None:
         """Wait until the running training is done."""
-        if self._training is not None and not self._training.done():
+        if self._training is not None:
             await asyncio.wait([self._training])
 
     async def _share_heads(self) -> None:
@@ -295,8 +305,14 @@ class EngineLearning(LearningPart):
                 if data is not None:
                     await self._put_on_others(HeadToPut(data, head.adapter))
 
+    async def _read(
+        self, calls: EngineCalls, open_operation: Operation[Any, Any], argument: Callable[[str], Any]
+    ) -> bytes | None:
+        async with self._reading:
+            return await read(calls, open_operation, argument)
+
     async def _read_head(self, head: HeadKey) -> bytes | None:
-        return await self._calls.read(OPEN_HEAD, lambda reader: HeadToRead(reader, head))
+        return await self._read(self._calls, OPEN_HEAD, lambda reader: HeadToRead(reader, head))
 
     async def _heads(self) -> list[HeadInfo]:
         """Heads of the first rank, which trains."""

@@ -22,11 +22,9 @@ from vllm_rollout.config import CALL_BUDGET_S, MAX_ADAPTERS
 from vllm_rollout.kernel.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.ports import Answers, CorePart
-from vllm_rollout.kernel.core.readings import MAX_PIECE_BYTES, Readings
 from vllm_rollout.kernel.parts import face
-from vllm_rollout.kernel.rules.memories import PROMPTS_PER_ROW
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
+from vllm_rollout.parts.memories.rules import PROMPTS_PER_ROW
 from vllm_rollout.parts.pruning.calls import (
     HEADS,
     LEARN_FEATURES,
@@ -39,6 +37,7 @@ from vllm_rollout.parts.pruning.calls import (
     POST_REWARDS,
     PUT_HEAD,
     PUT_STATE,
+    READ,
     TRAIN,
     TRIED_LENGTHS,
     HeadToPut,
@@ -52,10 +51,12 @@ from vllm_rollout.parts.pruning.calls import (
     RewardsProgress,
     StateToPut,
 )
+from vllm_rollout.parts.pruning.core.readings import MAX_PIECE_BYTES, Readings
 from vllm_rollout.parts.pruning.rules.judge import Judge, Label
 from vllm_rollout.parts.pruning.rules.known_prompts import prompt_rows
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import MEMORY, PruningMemory
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
@@ -74,7 +75,8 @@ class LearningCalls:
     def of(cls, core: EngineCore) -> LearningCalls:
         scheduler, model = core.scheduler, core.vllm_config.model_config.served_model_name
         judge = scheduler.group_steps.part(PruningStep).judge
-        return cls(judge, scheduler.readings, partial(call_worker, core), model=model)  # type: ignore[arg-type]
+        readings = scheduler.part(PruningCore).readings
+        return cls(judge, readings, partial(call_worker, core), model=model)  # type: ignore[arg-type]
 
     def __init__(
         self,
@@ -301,7 +303,11 @@ def _state_key(label: Label, length: int) -> tuple[str, int, bool]:
 
 
 class PruningCore(CorePart):
+    def __init__(self, scheduler: Any) -> None:
+        self.readings = Readings()
+
     answers: ClassVar[Answers] = {
+        READ: lambda core, reader: core.scheduler.part(PruningCore).readings.read(reader),
         POST_REWARDS: lambda core, posted: LearningCalls.of(core).post_rewards(posted),
         NAME_CHOICES: lambda core, named: LearningCalls.of(core).name_choices(named),
         LEARN_LABELS: lambda core, labels: LearningCalls.of(core).learn_labels(labels),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 
 

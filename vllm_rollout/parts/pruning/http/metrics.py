@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Sequence
-from typing import get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 from prometheus_client import Gauge
 
@@ -12,7 +12,7 @@ from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import MetricMaker, PartMetrics
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import Assessment, GroupResult, Signal
+from vllm_rollout.kernel.rules.types import GroupResult, Signal, scores_of
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 
 SCORE_BUCKETS = (-8, -4, -2, -1, -0.5, 0, 0.5, 1, 2, 4, 8, 16, 32)
@@ -48,9 +48,10 @@ class PruningMetrics(PartMetrics):
     def group_over(self, result: GroupResult, plan: GroupPlan | None) -> None:
         self._audits.inc(plan is not None and plan.audit)
 
-    def candidate_scored(self, assessment: Assessment) -> None:
-        self._score.labels(assessment.signal).observe(assessment.score)
-        self._survival.observe(assessment.survival_probability)
+    def noted(self, parts: Mapping[str, Any]) -> None:
+        if (assessment := scores_of(parts).assessment) is not None:
+            self._score.labels(assessment.signal).observe(assessment.score)
+            self._survival.observe(assessment.survival_probability)
 
     def rewards_posted(self, statuses: Sequence[RewardStatus], rewards: Sequence[Reward]) -> None:
         for status, num_rewards in Counts(statuses).items():

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
+from typing import Any
 
-from vllm_rollout.kernel.http.answers import GroupAnswer
+from vllm_rollout.kernel.http.answers import ConfidenceAnswer, GroupAnswer
 from vllm_rollout.kernel.http.clients import owned_name
-from vllm_rollout.kernel.http.engine import GroupOrder, RequestError
+from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, RequestError
 from vllm_rollout.kernel.http.plan_port import Draft, Given, GroupPart, GroupRecord, Over, PlanPart, RolloutPart
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
-from vllm_rollout.kernel.rules.types import HeadKey
+from vllm_rollout.kernel.rules.types import Confidence, scores_of
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.length_trial import chosen
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, PruningPlan
 from vllm_rollout.parts.pruning.rules.step import TERMS
 from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 
@@ -115,7 +118,7 @@ class ScoredRollout(RolloutPart):
 
 
 class ScoredGroup(GroupPart):
-    """One group. Overrides: ordered, account."""
+    """One group. Overrides: ordered, fields_of, account."""
 
     def __init__(self, rollout: Rollout, record: GroupRecord, log: ScoringLog, seed: int) -> None:
         """`seed`: of the rollout."""
@@ -130,5 +133,60 @@ class ScoredGroup(GroupPart):
         seed = seed_for(self._seed, digest_of(prompt.token_ids))
         return replace(order, said={**order.said, **self._log.said(name, prompt.id, seed, key)})
 
+    def fields_of(self, end: CandidateEnd, *, selected: bool) -> Mapping[str, Any]:
+        plan = self._record.plan
+        terms = TERMS.of(plan.parts)
+        assert terms is not None
+        fields = _scoring(end, terms.plan)
+        if not selected:
+            return fields
+        of_survivors = {"inclusion_probability": fields["survival_probability"]} if plan.returns_all else {}
+        return {**fields, **_final(end), **of_survivors}
+
     async def account(self, over: Over) -> None:
         self._log.group_over(self._record.prompt, self._record.ends.values())
+
+
+def _scoring(end: CandidateEnd, pruning: PruningPlan) -> dict[str, Any]:
+    """Fields of every candidate about its score.
+
+    A trainer weights a trajectory by 1 / `survival_probability`. Shadow mode stops no candidate, so there it is 1, or
+    the probability from earlier rounds.
+    """
+    shadow = pruning.mode == "shadow"
+    assessment = end.assessment
+    if assessment is None:
+        unscored: dict[str, Any] = {"survival_probability": end.survival_before}
+        return {**unscored, "would_prune": False, "shadow_survival_probability": 1.0} if shadow else unscored
+    fields = {
+        "score": assessment.score,
+        "success_probability": assessment.success_probability,
+        "survival_probability": end.survival_before * (1.0 if shadow else assessment.survival_probability),
+        "signal": assessment.signal,
+        "head_version": assessment.head_version,
+        "confidence": _confidence(assessment.confidence),
+        "score_weight_version": _version_of_token(end, pruning.detection_length - 1),
+    }
+    if shadow:
+        fields["would_prune"] = not assessment.keep
+        fields["shadow_survival_probability"] = assessment.survival_probability
+    return fields
+
+
+def _final(end: CandidateEnd) -> dict[str, Any]:
+    """Fields of a trajectory about its score at the last token. Empty without a trained head."""
+    final = scores_of(end.parts).final
+    if final is None or final.head_version == 0:
+        return {}
+    return {"final_score": final.score, "final_success_probability": final.success_probability}
+
+
+def _confidence(confidence: Confidence) -> ConfidenceAnswer | None:
+    """The confidence, or None if a part of it was not observed: JSON has no NaN."""
+    return ConfidenceAnswer(**confidence._asdict()) if all(map(isfinite, confidence)) else None
+
+
+def _version_of_token(end: CandidateEnd, position: int) -> str | None:
+    """The weight version that sampled the output token at `position`. None if the engine does not know it."""
+    spans = (span for span in end.weight_versions if span["start"] <= position < span["end"])
+    return next((span["version"] for span in spans), None)

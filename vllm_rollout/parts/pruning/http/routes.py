@@ -21,7 +21,6 @@ from vllm_rollout.kernel.http.errors import CHANGE_ERRORS, ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import json_response
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.rules.fields import SHARE
-from vllm_rollout.kernel.rules.types import WHOLE
 from vllm_rollout.parts.pruning.http import votes
 from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
 from vllm_rollout.parts.pruning.http.plan import LearningPlan
@@ -31,6 +30,7 @@ from vllm_rollout.parts.pruning.http.votes import VoteAnswer, VoteRequest
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import DEFAULT_KEEP_RATIO, LengthTrialReport
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE
 
 BYTES = "application/octet-stream"
 

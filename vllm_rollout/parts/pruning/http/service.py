@@ -16,13 +16,14 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.reward_door import Posted, Taken
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.http.engine import LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.http.metrics import PruningMetrics
 from vllm_rollout.parts.pruning.http.prompts import PromptsAnswer, prompts_page
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import LengthTrialReport, length_trial_report
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 
 logger = logging.getLogger("vllm.vllm_rollout")

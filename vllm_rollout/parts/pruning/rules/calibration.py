@@ -29,8 +29,8 @@ from itertools import islice, takewhile
 from math import isfinite
 from typing import Any, Literal, get_args
 
+from vllm_rollout.checks import MAX_SCORE, fields_of, flag, integer, listed, number, shown
 from vllm_rollout.config import CALIBRATION_WINDOW
-from vllm_rollout.kernel.rules.checks import MAX_SCORE, fields_of, flag, integer, listed, number, shown
 from vllm_rollout.kernel.rules.types import Signal
 from vllm_rollout.parts.pruning.rules.logistic import shifted
 from vllm_rollout.parts.pruning.rules.race_bias import AUDITS, ORIGINS, Intercept, LabelOrigin

@@ -11,14 +11,14 @@ from functools import partial
 from math import exp
 
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memories, Memory
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment
+from vllm_rollout.parts.memories.rules import Memories, Memory
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings, label_weight
 from vllm_rollout.parts.pruning.rules.ledger import Ledger, LedgerEntry, Scoring, Trial
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import MEMORY, PruningMemory
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
 from vllm_rollout.parts.pruning.rules.report import RewardedCandidate
 from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from math import exp, isfinite
 from typing import Any, TypeVar
 
+from vllm_rollout.checks import fields_of, flag, integer, listed, shown
 from vllm_rollout.config import MAX_DETECTION_LENGTH
-from vllm_rollout.kernel.rules.checks import fields_of, flag, integer, listed, shown
-from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Observation, Signal
+from vllm_rollout.kernel.rules.types import Assessment, Signal
 from vllm_rollout.parts.pruning.rules.calibration import Calibrator
 from vllm_rollout.parts.pruning.rules.gradient import Population, gradient_rule, population_of
 from vllm_rollout.parts.pruning.rules.pruning import Point, compress, group_rule, solve_paper
-from vllm_rollout.parts.pruning.rules.pruning_plan import SIGNALS, PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import SIGNALS, WHOLE, Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport, AuditTally, LabelOrigin
 from vllm_rollout.parts.pruning.rules.report import RewardedCandidate
 from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT, NO_REWARDS, PromptSuccess

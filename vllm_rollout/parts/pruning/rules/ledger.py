@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.rules.prompt_key import kept_name
-from vllm_rollout.kernel.rules.rewards import AnswerName, NamedReward, RewardStatus, everybodys
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, CandidateId, CandidateState, HeadKey, Observation
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.kernel.rules.rewards import EVERYBODY, AnswerName, NamedReward, RewardStatus
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, CandidateId, CandidateState
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
 
 
@@ -206,7 +206,7 @@ class Ledger:
         if named.by == "rollout":
             return EntryKey(id, named.reward.prompt_id, index) if id in self._rollouts else None
         if named.by == "request":
-            choices = self._requests.get(kept_name(id)) or self._requests.get(kept_name(everybodys(id)), {})
+            choices = self._requests.get(kept_name(id)) or self._requests.get(kept_name(_everybodys(id)), {})
             if (entry := choices.get(index)) is None:
                 return None
             id, index = entry.group_id, entry.index
@@ -295,3 +295,8 @@ class Ledger:
                 del choices[choice]
                 if not choices:
                     del self._requests[name]
+
+
+def _everybodys(name: str) -> str:
+    """Name of the same request with an unknown client."""
+    return f'["{EVERYBODY}", {name.partition(", ")[2]}'

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from math import fsum, sqrt
 from typing import Any, NamedTuple
 
+from vllm_rollout.checks import MAX_SCORE, flag, integer, listed, shown, text
 from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_TRIAL_LENGTHS
-from vllm_rollout.kernel.rules.checks import MAX_SCORE, flag, integer, listed, shown, text
 from vllm_rollout.kernel.rules.types import Signal
 from vllm_rollout.parts.pruning.rules.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.parts.pruning.rules.report import MAX_GROUP_CHARS, Prediction, by_signal, within_group_auc

@@ -1,6 +1,6 @@
 """Pruning's knowledge of one served name: calibrations by detection length, and success of prompts.
 
-Rows of its state (`kernel/rules/memories.py`):
+Rows of its state (`parts/memories/rules.py`):
 
     ["learning", {detection_length, calibrators, verdicts}]     one per detection length, the least recently used first
     ["outcomes", detection_length, [outcome, ...]]              after their learning, `OUTCOMES_PER_ROW` at a time
@@ -16,9 +16,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
-from vllm_rollout.kernel.rules.checks import listed, shown
+from vllm_rollout.checks import listed, shown
 from vllm_rollout.kernel.rules.keys import Key
-from vllm_rollout.kernel.rules.memories import MAX_HISTORY_PROMPTS, PROMPTS_PER_ROW, Row
+from vllm_rollout.parts.memories.rules import MAX_HISTORY_PROMPTS, PROMPTS_PER_ROW, Row
 from vllm_rollout.parts.pruning.rules.learning import REPORT_WINDOW, Learning
 from vllm_rollout.parts.pruning.rules.length_trial import TRIAL_WINDOW, TriedCandidate, tried_from_state
 from vllm_rollout.parts.pruning.rules.success import SuccessHistory

@@ -1,17 +1,41 @@
-"""Request fields -> PruningPlan. Invariant: a plan that exists lies within the ranges of its fields."""
+"""Request fields -> PruningPlan, and what is seen of a candidate. Invariant: a plan that exists lies within the ranges
+of its fields."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from vllm_rollout.config import TRIAL_LENGTHS
 from vllm_rollout.kernel.rules.fields import AUTO, PlannedPruning, PruningFields
 from vllm_rollout.kernel.rules.rows import PlanError, rows
-from vllm_rollout.kernel.rules.types import Signal
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Confidence, Signal
 
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
+WHOLE = 0
+"""Value in place of a detection length: the whole trajectory, scored at its end (ARRoL section 4.4)."""
+
+
+class HeadKey(NamedTuple):
+    """Key of a quality head, and of the calibration of its scores."""
+
+    detection_length: int
+    adapter: str = BASE_MODEL
+    """Name under which the LoRA adapter is served. `BASE_MODEL`: no adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Measurement of a candidate in the step that produced token `detection_length`, or its last token."""
+
+    confidence: Confidence
+    logit: float | None = None
+    """Output of the quality head. None while the head is untrained."""
+    head_version: int = 0
+    """Version of the quality head. 0: untrained."""
+    detection_length: int | None = None
+    """Output tokens at the measurement, or `WHOLE`. None: the plan's `detection_length`."""
 
 
 @dataclass(frozen=True, slots=True)

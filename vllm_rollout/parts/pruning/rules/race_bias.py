@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import Any, Literal, get_args
 
-from vllm_rollout.kernel.rules.checks import listed, number
+from vllm_rollout.checks import listed, number
 from vllm_rollout.parts.pruning.rules.logistic import logit
 
 LabelOrigin = Literal["race", "audit", "plain", "plain_audit"]

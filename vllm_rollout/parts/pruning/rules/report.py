@@ -13,9 +13,9 @@ from math import fsum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from vllm_rollout.kernel.rules.checks import MAX_SCORE, flag, integer, listed, number, shown, text
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey, Signal
-from vllm_rollout.parts.pruning.rules.pruning_plan import SIGNALS
+from vllm_rollout.checks import MAX_SCORE, flag, integer, listed, number, shown, text
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Signal
+from vllm_rollout.parts.pruning.rules.pruning_plan import SIGNALS, HeadKey
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
 from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import exp, fsum, log, sqrt
 from typing import Any, NamedTuple
 
-from vllm_rollout.kernel.rules.checks import MAX_COUNT, MAX_SCORE, integer, listed, number
+from vllm_rollout.checks import MAX_COUNT, MAX_SCORE, integer, listed, number
 
 MAX_STRENGTH = 256.0
 """Largest weight of an estimate for the next version, in scores."""

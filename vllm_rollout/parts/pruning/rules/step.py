@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.rules.keys import Key
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.step import Ended, Entered, GroupSteps, Phase, Step, StepPart
-from vllm_rollout.kernel.rules.types import NO_SCORES, Assessment, CandidateId, Observation, Scores
+from vllm_rollout.kernel.rules.types import NO_SCORES, Assessment, CandidateId, Scores
+from vllm_rollout.parts.memories.rules import Memories
 from vllm_rollout.parts.pruning.rules.audit import draw_audit
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Scoring, Trial
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
 from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 
@@ -72,7 +72,6 @@ class PruningStep(StepPart):
     """Scores in, verdicts out, for all groups of one engine."""
 
     name = PRUNING
-    observes = True
 
     def __init__(self, judge: Judge | None = None) -> None:
         self.judge = judge or Judge()
@@ -200,7 +199,7 @@ class PruningStep(StepPart):
             return
         entry, judged = scored.entry, JUDGED.of(group.parts)
         entry.state, entry.num_tokens = group.state(id.index), num_tokens
-        if last is not None and judged is not None and entry.state == "finished":
+        if last is not None and judged is not None and judged.plan.final_score and entry.state == "finished":
             assessment = self.judge.value(entry, last)
             if assessment is not None:
                 judged.finals[id.index] = assessment

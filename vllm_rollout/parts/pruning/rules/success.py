@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from vllm_rollout.checks import listed, number, text
 from vllm_rollout.config import HISTORY_KEY_CHARS
-from vllm_rollout.kernel.rules.checks import listed, number, text
-from vllm_rollout.kernel.rules.memories import MAX_HISTORY_PROMPTS, rows_in_parts
+from vllm_rollout.parts.memories.rules import MAX_HISTORY_PROMPTS, rows_in_parts
 
 MAX_LABEL_WEIGHT = 20.0
 """Largest weight of a label, 1 / survival probability. With the default `min_survival` of 0.05 no weight is clipped."""

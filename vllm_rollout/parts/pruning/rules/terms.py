@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_rollout.kernel.rules.fields import PruningFields
-from vllm_rollout.kernel.rules.prompt_key import key_of_content, seed_for
+from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of, seed_for
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.terms_port import Origin, PartTerms, TermsPart
 from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
@@ -20,7 +20,7 @@ from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_prun
 class PruningTerms(PartTerms):
     """Terms of a group with pruning.
 
-    Overrides: pruning, scored_lengths, observes_last, check, audited, with_audits, said, resumed."""
+    Overrides: pruning, scored_lengths, check, audited, with_audits, said, resumed."""
 
     plan: PruningPlan
     audit_ratio: float = 0.0
@@ -33,10 +33,6 @@ class PruningTerms(PartTerms):
     @property
     def scored_lengths(self) -> Sequence[int]:
         return self.plan.scored_lengths
-
-    @property
-    def observes_last(self) -> bool:
-        return self.plan.final_score
 
     def check(self, group_size: int, num_candidates: int, spare_field: str, names: Mapping[str, str]) -> None:
         """Raises: PlanError if no candidate could ever be pruned."""
@@ -61,7 +57,7 @@ class PruningTerms(PartTerms):
         others do not."""
         group_id, content, seed, answer, parent = origin
         seed = secrets.randbits(62) if seed is None else seed_for(seed, content)
-        return Scoring(group_id, content, seed, answer, parent, key_of_content(content))
+        return Scoring(group_id, content, seed, answer, parent, _key_of_content(content))
 
     def resumed(self, said: Scoring, num_tokens: int, survival: float) -> Scoring:
         return replace(said, num_resumed=num_tokens, survival_before=survival)
@@ -88,3 +84,14 @@ class PruningRequests(TermsPart):
 
     def audits(self, kind: Hashable, ratio: float, request: str, first: str) -> bool:
         return self._audits.take(kind, ratio, request, first)
+
+
+def _key_of_content(content: str) -> str:
+    """The name, over all groups, of a prompt with this content name. Empty for a prompt without token ids.
+
+    They cannot be distinguished. If the prompt has images or other parts, these are part of its name.
+    """
+    tokens, _, rest = content.partition("/")
+    if tokens == digest_of(()) or len(tokens) != len(digest_of(())):
+        return ""
+    return f"{KEY_OF_TOKENS}{digest_of([*map(ord, content)]) if rest else tokens}"

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
-from vllm_rollout.kernel.tracker.ops import quality_head
-from vllm_rollout.kernel.wire import CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.kernel.wire import CandidateTag, RunnerReport
 from vllm_rollout.parts.emulation.worker.ports import EmulatedPart, SaidRow
 from vllm_rollout.parts.emulation.worker.request import NO_NUMBER, EmulatedRequest
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.rules.step import TERMS
+from vllm_rollout.parts.pruning.wire import LastLogits, ScoreReport
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.features import attach, detach
 from vllm_rollout.parts.pruning.worker.last_states import EndedStates
+from vllm_rollout.parts.pruning.worker.operators import quality_head
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 from vllm_rollout.parts.pruning.worker.scored_rows import DUE_COLUMNS
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
@@ -84,8 +85,9 @@ class EmulatedHeads(EmulatedPart):
             for at in its.lengths
             if 0 <= its.request.num_before + its.request.newest - at < row.num_said
         ]
-        report = report._replace(last=self._last(rows, [place for place, _, its in scored if its.is_final]))
-        return report if not due else self._with_due(report, due)
+        scores = self._due(due) if due else ScoreReport()
+        last = self._last(rows, [place for place, _, its in scored if its.is_final])
+        return scores._replace(last=last).added_to(report)
 
     def _has(self, row: SaidRow) -> bool:
         return bool(row.num_said) and row.request.id in self._scored
@@ -108,9 +110,9 @@ class EmulatedHeads(EmulatedPart):
         num_said = np.array([row.num_said for row in rows])
         is_said = np.arange(num_said.max())[:, None] < num_said  # [num_tokens, num_rows]
         tokens, places = np.nonzero(is_said[:, final])
-        return LastLogits.of(is_said.shape, np.array(final)[places], logits[places], head.version, tokens)
+        return LastLogits(np.array(final)[places], tokens, logits[places], np.full(len(tokens), head.version))
 
-    def _with_due(self, report: RunnerReport, due: Sequence[tuple[EmulatedRequest, int]]) -> RunnerReport:
+    def _due(self, due: Sequence[tuple[EmulatedRequest, int]]) -> ScoreReport:
         values = np.empty((len(due), DUE_COLUMNS), dtype=np.float32)
         versions = []
         states = torch.from_numpy(np.stack([hidden_state(request) for request, _ in due]))
@@ -123,7 +125,7 @@ class EmulatedHeads(EmulatedPart):
             versions.append(0 if head is None else head.version)
         ids, lengths = [request.id for request, _ in due], [length for _, length in due]
         self._ring.put([StateKey(*key) for key in zip(ids, lengths, strict=True)], states)
-        return report._replace(due=ids, due_values=values, head_versions=versions, due_at=lengths)
+        return ScoreReport(ids, values, versions, lengths)
 
 
 def hidden_state(request: EmulatedRequest) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_rollout.kernel.rules.memories import Memory
+from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.shaping.rules.history import LENGTHS, LengthHistory
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from vllm_rollout.kernel.call_table import Features
+from vllm_rollout.parts.pruning.calls import Features
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 
 _DECODER = msgspec.msgpack.Decoder(dict[int, Features])

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_rollout.kernel.call_table import Features
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.parts.pruning.calls import Refusal
+from vllm_rollout.parts.pruning.calls import Features, Refusal
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.features import features_of, states_of

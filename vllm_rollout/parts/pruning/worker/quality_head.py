@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from vllm_rollout.checks import MAX_COUNT
 from vllm_rollout.config import MAX_DETECTION_LENGTH
-from vllm_rollout.kernel.rules.checks import MAX_COUNT
-from vllm_rollout.kernel.rules.types import WHOLE
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE
 from vllm_rollout.parts.pruning.worker.quality_head_file import HeadBytes, HeadFile, HeadMismatch, read_head_file
 from vllm_rollout.parts.pruning.worker.replay import (
     MAX_MAGNITUDE,

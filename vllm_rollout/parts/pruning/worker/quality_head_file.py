@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from vllm_rollout.kernel.rules.checks import MAX_COUNT, shown
+from vllm_rollout.checks import MAX_COUNT, shown
 
 FORMAT_VERSION = 1
 

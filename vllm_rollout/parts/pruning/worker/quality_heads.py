@@ -12,8 +12,9 @@ from collections.abc import Callable, Generator, Sequence
 
 import torch
 
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights, QualityHead

@@ -10,7 +10,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from vllm_rollout.kernel.rules.checks import MAX_COUNT
+from vllm_rollout.checks import MAX_COUNT
 from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT
 from vllm_rollout.parts.pruning.worker.quality_head_file import HeadFile
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from vllm_rollout.kernel import wire
 from vllm_rollout.kernel.wire import RunnerReport
+from vllm_rollout.parts.pruning.wire import LastLogits, ScoreReport
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.last_states import EndedStates
 
@@ -35,20 +34,6 @@ class DueRows:
 
 
 @dataclass(frozen=True, slots=True)
-class LastLogits:
-    """Logits of the whole-trajectory head for tokens that may be a candidate's last ones."""
-
-    rows: np.ndarray
-    """int64 [num_final]: rows of the step's batch whose candidates are scored at their end."""
-    tokens: np.ndarray
-    """int64 [num_final]: which of the step's tokens of its request, 0 for the first."""
-    logits: torch.Tensor
-    """float32 [num_final]."""
-    head_versions: np.ndarray
-    """int64 [num_final]."""
-
-
-@dataclass(frozen=True, slots=True)
 class ScoredRows:
     """Values of one step. On the host, hidden states go to the ring and the others to the report."""
 
@@ -65,25 +50,20 @@ class ScoredRows:
             values, features = (tensor.to("cpu", non_blocking=True) for tensor in (due.values, due.features))
             due = replace(due, values=values, features=features)
         if last is not None:
-            last = replace(last, logits=last.logits.to("cpu", non_blocking=True))
+            last = last._replace(logits=last.logits.to("cpu", non_blocking=True))
         if ended is not None:
             ended = replace(ended, states=ended.states.to("cpu", non_blocking=True))
         return replace(self, due=due, last=last, ended=ended)
 
     def add_to(self, report: RunnerReport) -> RunnerReport:
         """Report with scores. Puts the states into the ring."""
+        scores = ScoreReport()
         if (due := self.due) is not None:
-            report = report._replace(
-                due=due.request_ids, due_values=due.values.numpy(), head_versions=due.head_versions, due_at=due.lengths
-            )
+            scores = ScoreReport(due.request_ids, due.values.numpy(), due.head_versions, due.lengths)
             keys = [StateKey(*key) for key in zip(due.request_ids, due.lengths, strict=True)]
             self.ring.put(keys, due.features)
         if (last := self.last) is not None:
-            num_tokens, num_rows = report.confidence.shape[1:]
-            logits = wire.LastLogits.of(
-                (num_tokens, num_rows), last.rows, last.logits.numpy(), last.head_versions, last.tokens
-            )
-            report = report._replace(last=logits)
+            scores = scores._replace(last=last._replace(logits=last.logits.numpy()))
         if (ended := self.ended) is not None:
             self.ring.put(ended.keys, ended.states)
-        return report
+        return scores.added_to(report)

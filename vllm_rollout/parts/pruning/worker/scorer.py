@@ -13,16 +13,18 @@ import numpy as np
 import torch
 
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS, MAX_TRIAL_LENGTHS
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
-from vllm_rollout.kernel.tracker.ops import quality_head, windowed_confidence
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.kernel.tracker.rows import RowsPart, SeenRows
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.rules.step import TERMS
+from vllm_rollout.parts.pruning.wire import LastLogits
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 from vllm_rollout.parts.pruning.worker.last_states import EndedStates, LastStates
+from vllm_rollout.parts.pruning.worker.operators import quality_head, windowed_confidence
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights, head_shapes
-from vllm_rollout.parts.pruning.worker.scored_rows import DueRows, LastLogits, ScoredRows
+from vllm_rollout.parts.pruning.worker.scored_rows import DueRows, ScoredRows
 
 UNSCORED = 0
 """Detection length of a candidate that is not scored."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.checks import shown
 
 ANSWERS = ("answer", "ground_truth")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, get_args
 
+from vllm_rollout.checks import shown
 from vllm_rollout.config import MAX_REWARD
-from vllm_rollout.kernel.rules.checks import shown
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.parts.rewards.grading.values import Trajectory, failed, written
 

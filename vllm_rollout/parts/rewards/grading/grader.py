@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 import cloudpickle
 import msgspec
 
-from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.checks import shown
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.code import CodeReward
 from vllm_rollout.parts.rewards.grading.frames import Load

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import httpx
 
-from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.checks import shown
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.functions import grade_of
 from vllm_rollout.parts.rewards.grading.values import Trajectory, failed

@@ -21,7 +21,7 @@ import httpx
 import msgspec
 
 from vllm_rollout.background import begin
-from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.checks import shown
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.http import NoAnswer, Question, host_of
 from vllm_rollout.parts.rewards.grading.templates import Template

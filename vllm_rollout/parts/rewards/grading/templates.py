@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.checks import shown
 from vllm_rollout.parts.rewards.grading.values import Trajectory
 
 FIELDS = "{prompt}, {text}, {data}, {data.NAME} and {data[NAME]}"

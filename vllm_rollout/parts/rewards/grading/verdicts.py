@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import regex
 
+from vllm_rollout.checks import shown
 from vllm_rollout.config import MAX_REWARD
-from vllm_rollout.kernel.rules.checks import shown
 from vllm_rollout.kernel.rules.rewards import Grade
 
 SEARCH_LENGTH = 4096

@@ -14,11 +14,11 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from vllm_rollout.background import begin
+from vllm_rollout.checks import shown
 from vllm_rollout.kernel.http.engine import CandidateEnd, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.http.reward_body import RewardOptions
-from vllm_rollout.kernel.rules.checks import shown
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rewards.grading.slots import Urgency

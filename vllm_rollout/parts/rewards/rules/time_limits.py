@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
+from vllm_rollout.checks import number, shown
 from vllm_rollout.config import MAX_REWARD_S
-from vllm_rollout.kernel.rules.checks import number, shown
 
 MAX_FACTOR = 1000.0
 

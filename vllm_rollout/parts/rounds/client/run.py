@@ -21,13 +21,13 @@ from vllm_rollout.kernel.client.blocking import Blocked, blocking, blocking_gene
 from vllm_rollout.kernel.client.body import PromptLike, prompt_body, takes_options
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.kernel.client.sender import Sender
-from vllm_rollout.kernel.http.answers import Event, RoundAnswer
+from vllm_rollout.kernel.http.answers import Event
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.types import RoundKind
 from vllm_rollout.parts.rounds.client import run_calls
 from vllm_rollout.parts.rounds.client.run_calls import PATIENCE_S, RoundOptions, new_key
-from vllm_rollout.parts.rounds.http.answers import RunAnswer
+from vllm_rollout.parts.rounds.http.answers import RoundAnswer, RunAnswer
 from vllm_rollout.parts.rounds.http.body import RoundRequest
+from vllm_rollout.parts.rounds.rules.fields import RoundKind
 
 T = TypeVar("T")
 

@@ -20,8 +20,7 @@ from vllm_rollout.kernel.client.body import (
     takes_options,
 )
 from vllm_rollout.kernel.client.calls import Call, EventsCall, typed
-from vllm_rollout.kernel.http.answers import RoundAnswer
-from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer
+from vllm_rollout.parts.rounds.http.answers import RoundAnswer, RoundStreamEvent, RunAnswer, RunsAnswer
 from vllm_rollout.parts.rounds.http.body import RunRequest
 
 PATIENCE_S = 600.0
@@ -121,7 +120,7 @@ def stream_round(
     body["stream"] = True
     if stream_tokens is not None:
         body["stream_tokens"] = stream_tokens
-    return EventsCall(body, timeout, f"/v1/runs/{run_id}/rounds")
+    return EventsCall(body, timeout, f"/v1/runs/{run_id}/rounds", RoundStreamEvent)
 
 
 def agent_round(run_id: str, prompts: Iterable[PromptLike], *, key: str, **options: Unpack[RoundOptions]) -> EventsCall:

@@ -17,9 +17,10 @@ import httpx
 
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.demo.phases import raise_for_status
-from vllm_rollout.kernel.http.answers import DeferredEvent, GroupEvent, RoundDoneEvent, TrajectoryEvent
+from vllm_rollout.kernel.http.answers import GroupEvent, TrajectoryEvent
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.parts.rounds.client.run import AsyncRun, Fed, RoundFeed
+from vllm_rollout.parts.rounds.http.answers import DeferredEvent, RoundDoneEvent
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 
 RoundName = Literal["plain", "short", "long"]

@@ -1,4 +1,4 @@
-"""Answers about runs (docs/reference/http.md)."""
+"""Answers about runs, and answers and events of rounds (docs/reference/http.md)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from vllm_rollout.kernel.rules.fields import QueueOrder
+from vllm_rollout.kernel.http.answers import DoneEvent, ErrorEvent, GroupsEvent, PartEvent, RolloutAnswer, VoidsGroup
 from vllm_rollout.kernel.rules.receipt import Receipt
-from vllm_rollout.kernel.rules.types import RoundKind, SizeReason
+from vllm_rollout.parts.rounds.rules.fields import QueueOrder, RoundKind
+from vllm_rollout.parts.rounds.rules.planner import SizeReason
+from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
 
 
 class OfAttributes(BaseModel):
@@ -155,3 +157,84 @@ class RunsAnswer(BaseModel):
     object: Literal["list"] = "list"
     data: list[RunAnswer]
     unreadable: list[UnreadableRunAnswer] = []
+
+
+class RebuildAnswer(BaseModel):
+    """The engine was rebuilt between two rounds. If no engine starts at the wanted size, it has the size that it had
+    before."""
+
+    wanted_size: int
+    size_before: int
+    tensor_parallel_size: int
+    """Size since the rebuild."""
+    reason: SizeReason
+    seconds: float
+    """Seconds for which requests waited."""
+
+
+class RoundSummary(BaseModel):
+    """A finished round of a run: the prompts that it did not return, and the kind and size of the next round."""
+
+    run: str
+    round: int
+    kind: RoundKind
+    idempotency_key: str
+    deferred: list[str] = []
+    """Ids of prompts that wait for a long round."""
+    filtered: list[str] = []
+    """Ids of prompts that left the run, because all rewards of their group were the same."""
+    unstarted: list[str] = []
+    """Ids of prompts that did not start. They are the first of the next short round."""
+    next_round: RoundKind
+    num_fresh_prompts: int
+    """Number of fresh prompts that the next round wants."""
+    num_waiting: int
+    """Prompts of the run that were neither returned nor filtered yet."""
+    rebuilt: RebuildAnswer | None = None
+    """Since the round before, with `--rollout-parallelism auto`."""
+
+
+class RoundAnswer(RoundSummary, RolloutAnswer):
+    """The answer of a round: a rollout's answer, with the groups that the round returns."""
+
+
+class RoundEvent(PartEvent):
+    """A round begins. Rewards name its rollout by `id`."""
+
+    type: Literal["round"] = "round"
+    id: str
+    run: str
+    round: int
+    kind: RoundKind
+    idempotency_key: str
+    num_wanted: int
+    """Number of prompts that the round returns."""
+    prompt_ids: list[str]
+    reserve: list[str]
+    rebuilt: RebuildAnswer | None = None
+    """Since the round before, with `--rollout-parallelism auto`."""
+
+
+class DeferredEvent(PartEvent, VoidsGroup):
+    """A group waits for a long round. Earlier events of the group are void."""
+
+    type: Literal["deferred"] = "deferred"
+    prompt_id: str
+    group_id: str
+    reason: DeferReason
+
+
+class FilteredEvent(PartEvent):
+    """All rewards of a returned group are the same, so the group leaves the round."""
+
+    type: Literal["filtered"] = "filtered"
+    prompt_id: str
+
+
+class RoundDoneEvent(RoundSummary, DoneEvent):
+    """A round is over, and its outcome is saved."""
+
+
+RoundStreamEvent = RoundEvent | GroupsEvent | DeferredEvent | FilteredEvent | RoundDoneEvent | ErrorEvent
+EVENTS_AND_ANSWERS = (RoundAnswer, RoundEvent, DeferredEvent, FilteredEvent, RoundDoneEvent)
+"""Classes that `vllm_rollout.answers` offers."""

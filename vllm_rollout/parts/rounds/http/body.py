@@ -14,12 +14,11 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS
 from vllm_rollout.kernel.http.body import MAX_INT, of_table
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields, StreamFields
-from vllm_rollout.kernel.http.renamed import with_new_names
 from vllm_rollout.kernel.http.rewards import Filter
 from vllm_rollout.kernel.parts import face
-from vllm_rollout.kernel.rules.fields import RunFields
 from vllm_rollout.kernel.rules.plan import upper_bound
-from vllm_rollout.kernel.rules.types import RoundKind
+from vllm_rollout.parts.rounds.http.earlier import with_new_names
+from vllm_rollout.parts.rounds.rules.fields import RoundKind, RunFields
 from vllm_rollout.parts.rounds.rules.rounds import ALLOW_FEWER, RunTerms
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]

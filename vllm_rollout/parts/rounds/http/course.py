@@ -14,10 +14,10 @@ from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.rules.rewards import RewardStatus
-from vllm_rollout.kernel.rules.types import CandidateState, DeferReason, Ending, GroupResult
+from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
 from vllm_rollout.parts.rounds.calls import CUT_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.race import RacePlace
-from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.parts.rounds.rules.round_progress import DeferReason, GroupEnd, RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import OpenRound
 from vllm_rollout.parts.rounds.rules.step import PLACE
 

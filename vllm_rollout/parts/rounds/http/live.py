@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from vllm_rollout.kernel.http.answers import RebuildAnswer, RoundEvent, RoundSummary
 from vllm_rollout.kernel.http.clients import id_of
 from vllm_rollout.kernel.rules.receipt import Receipt
-from vllm_rollout.parts.rounds.http.answers import OpenGroupAnswer
+from vllm_rollout.parts.rounds.http.answers import OpenGroupAnswer, RebuildAnswer, RoundEvent, RoundSummary
 from vllm_rollout.parts.rounds.http.ended_groups import EndedGroups
 from vllm_rollout.parts.rounds.http.stored import PlannedRound
 from vllm_rollout.parts.rounds.rules.round_progress import RoundProgress

@@ -10,8 +10,9 @@ from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import LATENCY_BUCKETS_S, MetricMaker, PartMetrics, TokenFate, token_fates
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import GroupResult, RankCounts, RoundKind
+from vllm_rollout.kernel.rules.types import GroupResult, RankCounts
 from vllm_rollout.parts.rounds.calls import NUM_RACES
+from vllm_rollout.parts.rounds.rules.fields import RoundKind
 from vllm_rollout.parts.rounds.rules.rounds import ROUND_KINDS, Fate
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_rollout.kernel.http.answers import RoundAnswer, RoundStreamEvent
 from vllm_rollout.kernel.parts import face
+from vllm_rollout.parts.rounds.http.answers import RoundAnswer, RoundStreamEvent
 
 of_sessions: Any = face("rounds", "session_rounds")
 """The module `session_rounds` of rounds with sessions. None without sessions."""

@@ -8,6 +8,7 @@ from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Launch, Over, RolloutPart
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.selection import deferred
+from vllm_rollout.parts.rounds.http.answers import DeferredEvent
 from vllm_rollout.parts.rounds.http.course import RoundCourse
 from vllm_rollout.parts.rounds.http.resumed import ResumedGroup, Resumption
 
@@ -56,6 +57,7 @@ class RoundGroup(GroupPart):
         reason = await self._course.group_over(self._position, over.result, lost=lost)
         if reason is not None:
             over.result, over.deferred_because = deferred(over.result, reason), reason
+            over.event = DeferredEvent(prompt_id=self._record.prompt.id, group_id=self._record.id, reason=reason)
 
     async def keep(self, over: Over) -> None:
         record, resumption = self._record, self._round.resumption

@@ -12,14 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, TypeAdapter
 
-from vllm_rollout.kernel.http.answers import (
-    DeferredEvent,
-    FilteredEvent,
-    GroupAnswer,
-    RoundAnswer,
-    RoundDoneEvent,
-    RoundEvent,
-)
+from vllm_rollout.kernel.http.answers import GroupAnswer
+from vllm_rollout.parts.rounds.http.answers import DeferredEvent, FilteredEvent, RoundAnswer, RoundDoneEvent, RoundEvent
 from vllm_rollout.parts.rounds.http.ended_groups import events_of
 from vllm_rollout.parts.rounds.http.live import LiveEvent
 from vllm_rollout.parts.rounds.http.of_sessions import ANY_ANSWER, of_sessions

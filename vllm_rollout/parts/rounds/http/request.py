@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from vllm_rollout.checks import MAX_SHOWN
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.parsed import read_json
 from vllm_rollout.kernel.http.protocol import DEFAULT_INCLUDE, RolloutRequest
 from vllm_rollout.kernel.http.rollout import Rollout
-from vllm_rollout.kernel.rules.checks import MAX_SHOWN
 from vllm_rollout.parts.rounds.http.body import RoundPrompt, RoundRequest, RunRequest
 from vllm_rollout.parts.rounds.http.kept import KeptCandidate, read_kept
 from vllm_rollout.parts.rounds.http.stored import Looked, PlannedRound

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.engine import PreparedPrompt, RequestError
 from vllm_rollout.kernel.http.reward_door import Posted, Taken
+from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.rewards import NamedReward, RewardStatus
 from vllm_rollout.parts.rounds.http.live import LiveRound
 from vllm_rollout.parts.rounds.http.rollout_round import RolloutRound
@@ -58,5 +59,13 @@ class RunRewards:
             return None
         if named.by == "rollout":
             return live, named.reward.prompt_id
-        prompt = live.rollout.prompt_of(id)
+        prompt = _prompt_of(live.rollout, id)
         return None if prompt is None else (live, prompt.id)
+
+
+def _prompt_of(rollout: Rollout, group_id: str) -> PreparedPrompt | None:
+    """The prompt of the group with this name. None for any other name."""
+    number = group_id.removeprefix(f"{rollout.id}-")
+    position = int(number) if number.isascii() and number.isdecimal() else len(rollout.prompts)
+    is_known = position < len(rollout.prompts) and rollout.group_id(position) == group_id
+    return rollout.prompts[position] if is_known else None

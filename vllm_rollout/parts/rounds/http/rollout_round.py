@@ -6,19 +6,16 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from vllm_rollout.kernel.http.answers import (
+from vllm_rollout.kernel.http.answers import DoneEvent, Event, GroupAnswer, GroupEvent
+from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.http.serialised import GroupsInJson
+from vllm_rollout.parts.rounds.http.answers import (
     DeferredEvent,
-    DoneEvent,
-    Event,
     FilteredEvent,
-    GroupAnswer,
-    GroupEvent,
     RoundAnswer,
     RoundDoneEvent,
     RoundSummary,
 )
-from vllm_rollout.kernel.http.rollout import Rollout
-from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.parts.rounds.http.course import RoundCourse
 from vllm_rollout.parts.rounds.http.ended_groups import ended_before, events_of
 from vllm_rollout.parts.rounds.http.live import Keep, LiveEvent, LiveRound, Spent

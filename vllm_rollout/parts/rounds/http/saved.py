@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from vllm_rollout.kernel.http.renamed import with_new_names
-from vllm_rollout.kernel.rules.checks import fields_of, flag, integer, is_writable, listed, shown, text
+from vllm_rollout.checks import fields_of, flag, integer, is_writable, listed, shown, text
 from vllm_rollout.parts.rounds.http.body import RoundPrompt, RoundRequest, RunRequest
+from vllm_rollout.parts.rounds.http.earlier import with_new_names
 from vllm_rollout.parts.rounds.http.kept import read_kept
 from vllm_rollout.parts.rounds.http.store import MAX_RUNS
 from vllm_rollout.parts.rounds.http.stored import MAX_MODEL_CHARS

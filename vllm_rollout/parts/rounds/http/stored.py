@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from vllm_rollout.checks import MAX_SHOWN, integer, is_writable, text
 from vllm_rollout.kernel.http.clients import id_of
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.http.renamed import with_new_names
-from vllm_rollout.kernel.rules.checks import MAX_SHOWN, integer, is_writable, text
 from vllm_rollout.parts.rounds.http.answers import (
     OpenGroupAnswer,
     OpenRoundAnswer,
@@ -25,6 +24,7 @@ from vllm_rollout.parts.rounds.http.answers import (
     SavingsAnswer,
 )
 from vllm_rollout.parts.rounds.http.body import RunRequest
+from vllm_rollout.parts.rounds.http.earlier import with_new_names
 from vllm_rollout.parts.rounds.rules.rounds import OpenRound, Run
 from vllm_rollout.parts.rounds.rules.rounds_state import run_from_state
 

@@ -28,8 +28,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from math import inf
+from typing import Literal
 
-from vllm_rollout.kernel.rules.types import RoundKind, SizeReason
+from vllm_rollout.parts.rounds.rules.fields import RoundKind
+
+SizeReason = Literal[
+    "start",
+    "profile",
+    "rise",
+    "quiet",
+    "steady",
+    "settling",
+    "at_largest",
+    "at_smallest",
+    "failed_before",
+    "slower_below",
+]
+"""Reason for the tensor-parallel size of the next round.
+
+start          no round was run, and the costs of sizes are unknown
+profile        no round was run: the size with the best forecast for the first run's rounds
+rise           preemptions rose, or reached the rate that is too high: the next larger size
+quiet          enough rounds without preemptions: the next smaller size
+steady         neither rise nor quiet
+settling       the first comparable round since the size grew
+at_largest     a rise, and there is no larger size
+at_smallest    quiet, and there is no smaller size
+failed_before  quiet, with as many tokens as a round in which the smaller size preempted
+slower_below   quiet, and the round would have taken longer at the smaller size
+"""
 
 LEVEL_RISE = 1.05
 """A round that preempts more than this many times the recent level doubles the size. Source: RollPacker section 4.2."""

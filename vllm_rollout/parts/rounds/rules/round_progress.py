@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
-from vllm_rollout.kernel.rules.types import DeferReason
 from vllm_rollout.parts.rounds.rules.rounds import EntryOutcome, Fate, OpenRound
+
+DeferReason = Literal["cut", "tie", "incomplete"]
+"""Reason why a prompt was deferred: enough others were complete, it completed too late to count, or candidates were
+lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from math import ceil
 from typing import Literal, get_args
 
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_CANDIDATES, MAX_GROUP_SIZE, MAX_PROMPTS
-from vllm_rollout.kernel.rules.fields import QueueOrder, RunFields
 from vllm_rollout.kernel.rules.receipt import Receipt
-from vllm_rollout.kernel.rules.types import RoundKind
+from vllm_rollout.parts.rounds.rules.fields import QueueOrder, RoundKind, RunFields
 from vllm_rollout.parts.rounds.rules.savings import Savings
 
 ROUND_KINDS: tuple[RoundKind, ...] = get_args(RoundKind)

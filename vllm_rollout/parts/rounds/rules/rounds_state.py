@@ -10,8 +10,8 @@ from dataclasses import astuple, fields
 from functools import partial
 from typing import Any, TypeVar
 
+from vllm_rollout.checks import MAX_COUNT, fields_of, integer, listed, number, shown, text
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS, MAX_SPECULATION
-from vllm_rollout.kernel.rules.checks import MAX_COUNT, fields_of, integer, listed, number, shown, text
 from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.parts.rounds.rules.rounds import (
     MAX_HISTORY_ROUNDS,

@@ -5,20 +5,22 @@ Invariant: a turn of an ended session is answered without the engine. A turn tha
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import wraps
 from http import HTTPStatus
 from math import isnan
 from typing import Any, NoReturn
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.api.outputs import let_stream
-from vllm_rollout.kernel.api.refusals import FULL_TURN
 from vllm_rollout.kernel.api.versions import version_spans
 from vllm_rollout.kernel.http.clients import client_namespace, client_session
 from vllm_rollout.kernel.http.engine import RequestError
@@ -26,7 +28,7 @@ from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
-from vllm_rollout.kernel.xargs import turn_from_xargs
+from vllm_rollout.kernel.xargs import NAMES, turn_from_xargs
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 
@@ -34,6 +36,11 @@ MANY = 1 << 40
 """Limit of turns per group, large enough for any group. The group's rank is kept between turns."""
 TERMS = GroupTerms(1, 1, early_stop=False)
 """Terms of the engine's group. It decides nothing, and is dropped when no turn runs."""
+
+FULL_TURN = (
+    "messages: this turn's prompt fills the context of the model ({}), which leaves no token for an answer. Finish the "
+    "session with the reward that it has earned, or send a shorter conversation."
+)
 
 SCORED_SAYS = face("sessions", "scored_says")
 """Returns what a scored turn says to pruning. None without pruning, which scores."""
@@ -170,3 +177,28 @@ def _raise(error: RequestError) -> NoReturn:
     if error.status == HTTPStatus.BAD_REQUEST:
         raise VLLMValidationError(str(error), parameter=error.param) from error
     raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
+
+
+def refuse_full_turns(app: Any) -> None:
+    """Make vLLM's requests refuse a session's turn that leaves no token for its answer. Call this once per API process.
+
+    vLLM has a message for prompts longer than the context. For a prompt that just fills it, `max_tokens` becomes 0
+    before the engine client gets the request.
+    """
+    for request_class in (ChatCompletionRequest, CompletionRequest):
+        if not hasattr(request_class.to_sampling_params, "__wrapped__"):
+            refusing = _refusing_full(request_class.to_sampling_params)
+            request_class.to_sampling_params = refusing  # type: ignore[method-assign]
+
+
+def _refusing_full(to_sampling_params: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]:
+    @wraps(to_sampling_params)
+    def refuse_or_pass(
+        request: ChatCompletionRequest | CompletionRequest, max_tokens: int, *args: Any, **kwargs: Any
+    ) -> SamplingParams:
+        is_turn = NAMES["session"] in (request.vllm_xargs or {}) or client_session() is not None
+        if max_tokens == 0 and request.max_tokens != 0 and is_turn:
+            raise VLLMValidationError(FULL_TURN.format("max_model_len"), parameter="messages")
+        return to_sampling_params(request, max_tokens, *args, **kwargs)
+
+    return refuse_or_pass

@@ -89,7 +89,19 @@ class BatchAllocation:
         """The plan of each prompt, made from `plan`, the plan of a prompt at its upper bound. Source: DARTS Algorithm
         2."""
         stops = early_stop is not False
-        return [plan.allocated(its.num_candidates, its.extreme, early_stop=stops) for its in self.prompts]
+        return [allocated(plan, its.num_candidates, its.extreme, early_stop=stops) for its in self.prompts]
+
+
+def allocated(plan: GroupPlan, num_candidates: int, extreme: bool, *, early_stop: bool = True) -> GroupPlan:
+    """A plan with the candidates that redundancy "auto" gives the prompt.
+
+    If the tail is extreme, the plan does not wait for it: it selects the shortest, with early stop unless that is
+    forbidden. Source: DARTS Algorithm 2.
+    """
+    plan = replace(plan, redundancy=num_candidates - plan.group_size)
+    if not extreme:
+        return plan
+    return replace(plan, selection="shortest", num_longest=0, patience=None, early_stop=early_stop)
 
 
 @dataclass(frozen=True, slots=True)

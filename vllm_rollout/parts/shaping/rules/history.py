@@ -17,11 +17,11 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from vllm_rollout.checks import MAX_COUNT, fields_of, integer, listed, number, shown, text
 from vllm_rollout.config import HISTORY_KEY_CHARS
-from vllm_rollout.kernel.rules.checks import MAX_COUNT, fields_of, integer, listed, number, shown, text
 from vllm_rollout.kernel.rules.keys import Key
-from vllm_rollout.kernel.rules.memories import MAX_HISTORY_PROMPTS, PROMPTS_PER_ROW, Row, rows_in_parts
 from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.memories.rules import MAX_HISTORY_PROMPTS, PROMPTS_PER_ROW, Row, rows_in_parts
 from vllm_rollout.parts.shaping.rules.censoring import (
     LOG_STD_PRIOR_WEIGHT,
     GroupMoments,
@@ -74,7 +74,7 @@ def observed_lengths(endings: Iterable[Ending]) -> list[ObservedLength]:
 class LengthHistory:
     """Moving averages of lengths. The prompts seen longest ago are forgotten first.
 
-    Rows of its state (`kernel/rules/memories.py`):
+    Rows of its state (`parts/memories/rules.py`):
 
         ["prompts", [[key, *average], ...]]              `PROMPTS_PER_ROW` at a time
         ["lengths", {dataset, log_lengths, shape}]       once, last: rows that were cut off lack it

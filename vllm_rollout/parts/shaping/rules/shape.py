@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Any, NamedTuple
 
-from vllm_rollout.kernel.rules.checks import MAX_COUNT, fields_of, integer, listed, number, shown
+from vllm_rollout.checks import MAX_COUNT, fields_of, integer, listed, number, shown
 from vllm_rollout.parts.shaping.rules.censoring import counted_stops, fit_log_lengths, log_length
 from vllm_rollout.parts.shaping.rules.life_table import (
     LEFT,

@@ -15,8 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_rollout.kernel.api.open_paths import KEYS_NEEDED
-from vllm_rollout.parts.trainers.api.shared import NoWeights, load_weights
+from vllm_rollout.parts.trainers.api.shared import KEYS_NEEDED, NoWeights, load_weights
 
 router = APIRouter(include_in_schema=False, dependencies=KEYS_NEEDED)
 

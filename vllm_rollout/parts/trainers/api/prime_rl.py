@@ -23,9 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_rollout.kernel.api.open_paths import KEYS_NEEDED
 from vllm_rollout.kernel.http.boundary import answer_by_body
-from vllm_rollout.parts.trainers.api.shared import NoWeights, is_for, load_adapter, load_weights
+from vllm_rollout.parts.trainers.api.shared import KEYS_NEEDED, NoWeights, is_for, load_adapter, load_weights
 
 LIVENESS_TIMEOUT_S = 30.0
 UPDATE_WEIGHTS = "/update_weights"

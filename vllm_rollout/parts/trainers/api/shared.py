@@ -6,8 +6,10 @@ Invariant: a folder without weights leaves the model unchanged.
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from pathlib import Path
 
+from fastapi import Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.types import Scope
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -15,6 +17,9 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_rollout.kernel.api.open_paths import has_key
+from vllm_rollout.kernel.http.admin import require_admin
+from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.paths import path_of
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -51,3 +56,20 @@ def _has_weights(folder: Path) -> bool:
 def is_for(scope: Scope, method: str, path: str) -> bool:
     """True if a request has this method and path of vLLM's app, without a proxy's prefix."""
     return scope["type"] == "http" and scope["method"] == method and path_of(scope) == path
+
+
+def require_keys(request: Request) -> None:
+    """Raises: HTTPException (401) if --api-key or --rollout-admin-key is set and the request lacks it."""
+    if not has_key(request.app, request.headers):
+        raise HTTPException(
+            HTTPStatus.UNAUTHORIZED,
+            "authorization: needs a key that the server was given as --api-key, as a bearer token.",
+        )
+    try:
+        require_admin(request)
+    except RequestError as error:
+        raise HTTPException(error.status, str(error)) from error
+
+
+KEYS_NEEDED = [Depends(require_keys)]
+"""FastAPI dependencies of a trainer's route that changes something."""

@@ -17,9 +17,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_rollout.kernel.api.open_paths import KEYS_NEEDED
 from vllm_rollout.kernel.http.boundary import answer_by_body
-from vllm_rollout.parts.trainers.api.shared import is_for, load_adapter
+from vllm_rollout.parts.trainers.api.shared import KEYS_NEEDED, is_for, load_adapter
 
 RESET = "/reset_prefix_cache"
 FIELD = "reset_running_requests"

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from vllm_rollout.config import MAX_STATE_BYTES
 from vllm_rollout.kernel.http.admin import require_admin
-from vllm_rollout.kernel.http.boundary import RolloutRoute, StateRoute
+from vllm_rollout.kernel.http.boundary import HeldBodies, RolloutRoute
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import ERRORS, not_empty
@@ -18,6 +18,15 @@ from vllm_rollout.parts.pruning.http.engine import LearningPart
 from vllm_rollout.parts.pruning.http.routes import BYTES, BYTES_SCHEMA, PUT_ERRORS
 from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.parts.rounds.http.service import RunService
+
+
+class StateRoute(RolloutRoute):
+    """A route for the bytes that `GET /v1/rollouts/state` gave."""
+
+    held = HeldBodies(MAX_STATE_BYTES)
+    max_body_bytes = MAX_STATE_BYTES
+    too_large_remedy = "Send the bytes that GET /v1/rollouts/state gave, as they are."
+
 
 router = APIRouter(route_class=RolloutRoute, tags=["learning"])
 state_router = APIRouter(route_class=StateRoute, tags=["learning"])

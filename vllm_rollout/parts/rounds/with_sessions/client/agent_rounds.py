@@ -18,9 +18,10 @@ from vllm_rollout.background import cancel, cancelled
 from vllm_rollout.kernel.client.body import PromptLike
 from vllm_rollout.kernel.client.calls import EventsCall
 from vllm_rollout.kernel.client.connection import INCOMPLETE, RolloutError, event_data, parse, transport_error
-from vllm_rollout.kernel.http.answers import DeferredEvent, ErrorEvent, FilteredEvent
+from vllm_rollout.kernel.http.answers import ErrorEvent
 from vllm_rollout.parts.rounds.client import run_calls
 from vllm_rollout.parts.rounds.client.run_calls import PATIENCE_S, new_key
+from vllm_rollout.parts.rounds.http.answers import DeferredEvent, FilteredEvent
 from vllm_rollout.parts.rounds.with_sessions.http.answers import (
     DeclaredEvent,
     ReturnedEvent,

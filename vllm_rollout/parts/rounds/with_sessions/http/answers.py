@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from vllm_rollout.kernel.http.answers import DeferredEvent, ErrorEvent, FilteredEvent, RoundEvent, RoundSummary
+from vllm_rollout.kernel.http.answers import ErrorEvent
 from vllm_rollout.kernel.rules.types import GroupStatus
+from vllm_rollout.parts.rounds.http.answers import DeferredEvent, FilteredEvent, RoundEvent, RoundSummary
 from vllm_rollout.parts.sessions.http.body import SessionAnswer, SessionEvent, TrajectoryAnswer
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from vllm_rollout.kernel.http.answers import DeferredEvent, FilteredEvent, RoundSummary
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.serialised import encode, filled
-from vllm_rollout.parts.rounds.http.answers import OpenGroupAnswer
+from vllm_rollout.parts.rounds.http.answers import DeferredEvent, FilteredEvent, OpenGroupAnswer, RoundSummary
 from vllm_rollout.parts.rounds.http.ended_groups import ended_before
 from vllm_rollout.parts.rounds.http.live import Keep, LiveEvent, LiveRound, Spent
 from vllm_rollout.parts.rounds.http.stored import PlannedRound

@@ -23,11 +23,11 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 
-from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls, engine_stopped
-from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.parts import faces
+from vllm_rollout.parts.rounds.with_shaping.api.lost_weights import LostWeights
 from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Resized
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
@@ -103,6 +103,7 @@ class Resizer:
         self._client = client
         self._engine = engine
         self._args = args
+        self.lost = LostWeights(client)
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -156,12 +157,15 @@ class Resizer:
             taken = [(part, await part.take(calls)) for part in self._engine.parts]
             version = await calls.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
-                client.lost_weights.version = version
+                self.lost.version = version
         except BaseException:
             client.engine_core = core
             closed.give_way(core)
             raise
-        handler = await client.stop_reading()
+        handler, client.output_handler = client.output_handler, None
+        if handler is not None:
+            handler.cancel()
+            await asyncio.gather(handler, return_exceptions=True)
         try:
             await asyncio.to_thread(core.shutdown)
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
@@ -172,7 +176,8 @@ class Resizer:
             client.output_handler = handler  # it is done, so vLLM notices that the engine is dead
             closed.die()
             raise
-        client.read_from(core, config)
+        client.engine_core, client.vllm_config = core, config
+        client._run_output_handler()
         closed.give_way(core)
         await client.reset_mm_cache()
 

@@ -13,10 +13,9 @@ from functools import cache
 from typing import Literal, Protocol
 
 from vllm_rollout.background import to_its_end
-from vllm_rollout.kernel.http.answers import RebuildAnswer
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.parts.rounds.http.answers import ForecastAnswer, ParallelismAnswer
+from vllm_rollout.parts.rounds.http.answers import ForecastAnswer, ParallelismAnswer, RebuildAnswer
 from vllm_rollout.parts.rounds.http.body import RunRequest
 from vllm_rollout.parts.rounds.http.rollout_round import RolloutRound
 from vllm_rollout.parts.rounds.rules.planner import ParallelismDecision, ParallelismPlanner, RoundPressure

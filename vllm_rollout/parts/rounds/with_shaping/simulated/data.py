@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from vllm_rollout.kernel.rules.types import RoundKind
+from vllm_rollout.parts.rounds.rules.fields import RoundKind
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, Run
 from vllm_rollout.parts.shaping.rules.trace import Trace
 from vllm_rollout.simulator.generate import LengthDistribution, draw_length, log_medians

@@ -16,7 +16,7 @@ from statistics import fmean
 
 import numpy as np
 
-from vllm_rollout.kernel.rules.types import RoundKind
+from vllm_rollout.parts.rounds.rules.fields import RoundKind
 from vllm_rollout.parts.rounds.with_shaping.simulated.data import RunConditions
 from vllm_rollout.parts.rounds.with_shaping.simulated.settings import RoundSetting, responses_only
 

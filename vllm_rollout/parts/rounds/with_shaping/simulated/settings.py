@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_rollout.kernel.rules.fields import RunFields
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rows import rows
+from vllm_rollout.parts.rounds.rules.fields import RunFields
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 from vllm_rollout.simulator.settings import Setting, setting_fields, setting_of, written_fields
 

@@ -14,8 +14,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from vllm_rollout.kernel.client.blocking import Blocked, blocking
 from vllm_rollout.kernel.client.calls import Call
 from vllm_rollout.kernel.client.connection import RolloutError
+from vllm_rollout.kernel.client.methods import ClientPart
 from vllm_rollout.kernel.client.sender import Sender
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -141,3 +143,18 @@ def _explained(remedy: str) -> Iterator[None]:
 
 def _post(path: str, body: dict[str, Any] | None = None) -> Call[None]:
     return Call("POST", path, lambda _: None, body)
+
+
+class AsyncWeightCalls(Sender):
+    """Methods of the async client."""
+
+    give_weights = give_weights
+
+
+class WeightCalls(Blocked):
+    """Methods of the sync client."""
+
+    give_weights = blocking(give_weights)
+
+
+CLIENT = ClientPart(AsyncWeightCalls, WeightCalls)

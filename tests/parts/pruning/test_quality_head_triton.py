@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from tests.kernels.quality_head_cases import DTYPES, Case, assert_agrees, random_case, special_cases
 from tests.kernels.triton_runs import interpreted_runs
-from vllm_rollout.kernel.tracker.ops import active_implementation, quality_head
+from tests.parts.pruning.quality_head_cases import DTYPES, Case, assert_agrees, random_case, special_cases
+from vllm_rollout.kernel.tracker.dispatch import active_implementation
+from vllm_rollout.parts.pruning.worker.operators import quality_head
 
 pytest.importorskip("triton")
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 from vllm.exceptions import GracefulHTTPError
 
-UNNAMED_WEIGHTS = "default"
-"""vLLM's weight version until a client names one."""
+from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
+
 PATIENCE_S = 30.0
 """Seconds for which a rollout waits for a trainer to send weights again."""
 LOOK_S = 0.1
@@ -22,17 +21,20 @@ LOOK_S = 0.1
 class LostWeights:
     """Weight version before the engine was rebuilt, until weights are sent again."""
 
-    version: str | None = None
-    """None: no weights are missing."""
+    def __init__(self, client: RolloutAsyncLLM) -> None:
+        self._client = client
+        self.version: str | None = None
+        """None: no weights are missing."""
+        client.before_rollouts = self.found
 
-    async def found(self, current_version: Callable[[], Awaitable[str]]) -> None:
+    async def found(self) -> None:
         """Wait until the engine has weights of any named version. Returns at once if none were lost.
 
         Raises: GracefulHTTPError (409) after `PATIENCE_S` seconds.
         """
         deadline = None
         while self.version is not None:
-            version = await current_version()  # it waits for an engine that is being rebuilt
+            version = await self._client.get_weight_version()  # it waits for an engine that is being rebuilt
             deadline = deadline or time.monotonic() + PATIENCE_S
             if version != UNNAMED_WEIGHTS:
                 self.version = None

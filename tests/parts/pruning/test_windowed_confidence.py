@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm_rollout.kernel.tracker.ops import windowed_confidence
+from vllm_rollout.parts.pruning.worker.operators import windowed_confidence
 
 
 def by_the_definition(trace: torch.Tensor, lengths: torch.Tensor, window: int) -> torch.Tensor:

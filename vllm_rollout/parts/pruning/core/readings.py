@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from vllm_rollout.config import CALL_BUDGET_S
-from vllm_rollout.kernel.call_table import Piece
+from vllm_rollout.parts.pruning.calls import Piece
 
 MAX_READINGS = 8
 """One per API process that reads."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
 
+from vllm_rollout.kernel.call_table import RECOMPUTE
 from vllm_rollout.kernel.http.admin import require_admin
 from vllm_rollout.kernel.http.body import Body
 from vllm_rollout.kernel.http.boundary import RolloutRoute
+from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.http.errors import ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import json_response
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.kernel.rules.request_names import names_of_request
 
 router = APIRouter(route_class=RolloutRoute, tags=["weights"])
+ROUTES = {70: router}
 
 MAX_REQUEST_IDS = 4096
 
@@ -53,4 +58,12 @@ async def recompute(request: Request, body: RecomputeRequest = ALL) -> Response:
     before they go on. Other requests go on undisturbed, and the prefix cache is kept.
     """
     service: RolloutService = request.app.state.rollout_service
-    return json_response(RecomputeAnswer(num_candidates=await service.recompute(body.request_ids)))
+    return json_response(RecomputeAnswer(num_candidates=await recomputed(service.engine, body.request_ids)))
+
+
+async def recomputed(engine: Engine, ids: Iterable[str] | None) -> int:
+    """Compute KV of older weights again, for groups with these ids of requests, or for all. Returns the number of
+    candidates that do so.
+    """
+    names = None if ids is None else sorted(set().union(*map(names_of_request, ids)))
+    return sum(await engine.calls.call_all(RECOMPUTE, names))

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import Any, ClassVar, Protocol, Self
 
+from vllm_rollout.checks import shown, text
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.kernel.rules.checks import shown, text
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 
 MAX_HISTORY_PROMPTS = 131_072

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.kernels.quality_head_cases import DTYPES, assert_agrees, random_case, special_cases
-from vllm_rollout.kernel.tracker.ops import quality_head
-from vllm_rollout.kernel.tracker.reference import quality_head_reference
+from tests.parts.pruning.quality_head_cases import DTYPES, assert_agrees, random_case, special_cases
+from vllm_rollout.parts.pruning.worker.operators import quality_head, quality_head_reference
 
 
 def test_reference_gives_the_value_computed_by_hand():

@@ -1,0 +1,1 @@
+from tests.kernel.http.conftest import app, engine, http  # noqa: F401
