@@ -27,9 +27,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from benchmarks.common import arguments_of, median, publish, record_of_run
 from benchmarks.tables import columns, number
+from tests.parts.pruning.scoring import ScoringTracker
+from tests.parts.pruning.steps import group_terms, said
 from tests.support.dry_run import DryRun
-from tests.support.scoring import ScoringTracker
-from tests.support.steps import group_terms, said
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler

@@ -20,6 +20,10 @@ def test_engine_tests_import_what_is_written_down():
     assert {path: names for path, names in missing.items() if names} == {}
 
 
+def test_tests_of_the_kernel_need_no_part():
+    assert {path: names for path in below("kernel") if (names := needs.needs(path))} == {}
+
+
 def test_every_row_is_of_a_file():
     """A part that was removed took its tests along."""
     there = [file for file in NEEDS if not own(TESTS / file) or (TESTS / "parts" / own(TESTS / file)[0]).exists()]

@@ -21,6 +21,7 @@ from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, check, order, promp
 from benchmarks.shaping.simulation import history_of, simulate
 from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
+from tests.parts.shaping.fakes import FakeShaping
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording.file import read_trace
@@ -57,14 +58,14 @@ def run_on(engine, folder, sizes=SIZES, progress=lambda done, total, what: None)
         async with AsyncRolloutClient(url) as client:
             await measure(Bench(sizes, folder, client, url, progress, log))
 
-    with serving(make_app(engine, recorder)) as url:
+    with serving(make_app(engine, recorder=recorder)) as url:
         asyncio.run(go(url))
     return log
 
 
 def priced_engine():
     engine = FakeEngine()
-    engine.shaping.cost_model = COST
+    engine.part(FakeShaping).cost_model = COST
     return engine
 
 

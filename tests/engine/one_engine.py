@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from tests.support.steps import group_terms, judge_of, races_of, said
+from tests.parts.pruning.steps import group_terms, judge_of, said
+from tests.parts.rounds.steps import races_of
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
@@ -28,7 +29,7 @@ from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 from vllm_rollout.parts.rounds.rules.race import RacePlace
-from vllm_rollout.parts.rounds.rules.step import LOST
+from vllm_rollout.parts.rounds.rules.step import LOST, PLACE
 
 SETTINGS = {"max_model_len": 512, "enforce_eager": True, "dtype": "float32", "block_size": 32, "max_logprobs": -1}
 OURS = {
@@ -118,7 +119,7 @@ def rounds(llm: LLM) -> dict:
             place = RacePlace(name, 2, position)
             for index, length in enumerate(lengths):
                 tag = CandidateTag(
-                    f"{name}-{position}", index, GroupTerms(GROUP_SIZE, len(lengths)), 8, said(place=place)
+                    f"{name}-{position}", index, GroupTerms(GROUP_SIZE, len(lengths)), 8, PLACE.value(place)
                 )
                 prompts.append([3 + position, 4, 5, 6, 7])
                 params.append(ends_after(length, **tag.to_extra_args()))

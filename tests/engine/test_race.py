@@ -32,7 +32,7 @@ def test_requests_without_our_fields_and_groups_without_redundancy_are_identical
 
 
 def test_a_round_is_over_in_the_step_in_which_enough_groups_are_complete(engine: dict) -> None:
-    """In the synchronous loop, the only one that vLLM has on a CPU; tests/kernel/core/test_races.py has both."""
+    """In the synchronous loop, the only one on a CPU. `tests/parts/rounds/test_scheduler_races.py` has both."""
     rounds = engine["rounds"]
     assert rounds["scheduler"] == "RolloutScheduler"
     cut = ["deferred", 12, False]

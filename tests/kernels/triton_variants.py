@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tests.support.scoring import ScoringTracker
+from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.kernel.tracker import dispatch
 from vllm_rollout.kernel.tracker.warm_up import warm_up
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey

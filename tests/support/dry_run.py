@@ -24,10 +24,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.support.part_modules import modules
 from vllm_rollout.adapter.options import Options
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
-from vllm_rollout.parts.pruning.rules.step import TERMS
-from vllm_rollout.parts.pruning.wire import LastLogits, ScoreReport
 
 EOS_TOKEN = 2
 OTHER_TOKEN = 7
@@ -82,7 +81,8 @@ class DryRun:
         self._depth = depth
         self._in_flight: deque[SchedulerOutput] = deque()
         self._lengths: dict[str, int] = {}
-        self._scored_lengths: dict[str, tuple[int, ...]] = {}
+        self._reporting = modules("dry_run").values()
+        self._scored_lengths: dict[str, set[int]] = {}
         self.logits: dict[str, float] = {}
         """Logit of a trained head for candidates with a detection length, NaN without such a head, else 0."""
         self.num_sampled: dict[str, int] = {}
@@ -112,8 +112,9 @@ class DryRun:
         )
         self.scheduler.add_request(request)
         tag = CandidateTag.of(request.sampling_params.extra_args)
-        if tag is not None and (terms := TERMS.of(tag.terms.parts)) is not None:
-            self._scored_lengths[request_id] = terms.plan.scored_lengths
+        parts = () if tag is None else tag.terms.parts.values()
+        if lengths := {length for part in parts for length in part.scored_lengths}:
+            self._scored_lengths[request_id] = lengths
         return request
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> bool:
@@ -158,25 +159,16 @@ class DryRun:
         return output
 
     def _report(self, output: ModelRunnerOutput) -> None:
-        """Add a worker's report: candidates at a detection length have their trace as logit. Every token is
-        also reported as a last one, with twice the logit."""
+        """Add a worker's report, with what parts say of candidates that reached a length which their terms want."""
         due = [
             request_id
             for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
             if tokens and self.num_sampled[request_id] in self._scored_lengths.get(request_id, ())
         ]
-        values, versions = None, []
-        if due:
-            logits = np.array([self.logits.get(request_id, 0.0) for request_id in due], dtype=np.float32)
-            values = np.stack([logits, *[np.nan_to_num(logits)] * 3], axis=1)
-            versions = [int(logit == logit) for logit in logits]
-        confidence = np.ones((2, 1, len(output.req_ids)), dtype=np.float32)
-        due_at = [self.num_sampled[request_id] for request_id in due]
-        logits = np.array([self.logits.get(request_id, 0.0) for request_id in output.req_ids], dtype=np.float32)
-        ones = np.ones(len(logits), dtype=np.int64)
-        last = LastLogits(np.arange(len(logits)), 0 * ones, 2 * logits, ones)
-        scores = ScoreReport(due, values, versions, due_at, last)
-        setattr(output, REPORT_ATTRIBUTE, scores.added_to(RunnerReport(confidence)))
+        report = RunnerReport(np.ones((2, 1, len(output.req_ids)), dtype=np.float32))
+        for module in self._reporting:
+            report = module.reported(report, self, output.req_ids, due)
+        setattr(output, REPORT_ATTRIBUTE, report)
 
     def num_tokens(self, request_id: str) -> int:
         """Number of delivered tokens of a request."""

@@ -1,99 +1,13 @@
-"""Groups with pruning and rounds, for tests: terms, values that candidates say, steps, and what parts know."""
+"""Steps of groups with all parts that are there, for tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import Scores
-from vllm_rollout.kernel.wire import EndingNote, RunnerReport
-from vllm_rollout.parts.memories.rules import Memories, Memory
-from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import JUDGED, PRUNING, SCORES, SCORING, TERMS, PruningStep
-from vllm_rollout.parts.pruning.rules.terms import PruningTerms
-from vllm_rollout.parts.pruning.wire import ScoreReport
-from vllm_rollout.parts.rounds.rules.race import RacePlace, RaceTable
-from vllm_rollout.parts.rounds.rules.step import LOST, PLACE, RoundsStep
-from vllm_rollout.parts.shaping.rules.history import LENGTHS, LengthHistory
 
 
-def pruned_by(plan: PruningPlan | None, audit_ratio: float = 0.0) -> dict[str, PruningTerms]:
-    """Terms of a group with this plan of pruning, by part. Empty without one."""
-    return {} if plan is None else TERMS.value(PruningTerms(plan, audit_ratio))
-
-
-def group_terms(
-    group_size: int,
-    num_candidates: int,
-    early_stop: bool = True,
-    patience: float | None = None,
-    pruning: PruningPlan | None = None,
-    *,
-    num_replaceable: int = 0,
-    audit_ratio: float = 0.0,
-) -> GroupTerms:
-    parts = pruned_by(pruning, audit_ratio)
-    return GroupTerms(group_size, num_candidates, early_stop, patience, num_replaceable, parts)
-
-
-def said(scoring: Scoring | None = None, place: RacePlace | None = None) -> dict[str, Any]:
-    values = {} if scoring is None else SCORING.value(scoring)
-    return values if place is None else values | PLACE.value(place)
-
-
-def new_memories() -> Memories:
-    """Memories with a section of each part that learns."""
-    return Memories(dict(faces("memory")))
-
-
-def new_judge() -> Judge:
-    """A judge in memories that have lengths, too."""
-    return Judge(new_memories())
-
-
-def lengths_of(of: Judge | Memory) -> LengthHistory:
-    """Lengths in a memory, or in a judge's memory of the base model."""
-    return LENGTHS.of(of.memories.base if isinstance(of, Judge) else of)
-
-
-def group_steps(judge: Judge | None = None, **settings: Any) -> GroupSteps:
-    judge = judge or new_judge()
-    return GroupSteps([PruningStep(judge), RoundsStep()], memories=judge.memories, **settings)
-
-
-def judge_of(of: Any) -> Judge:
-    """The judge of a scheduler, or of its steps."""
-    return getattr(of, "group_steps", of).part(PruningStep).judge
-
-
-def races_of(of: Any) -> RaceTable:
-    """The races of a scheduler, or of its steps."""
-    return getattr(of, "group_steps", of).part(RoundsStep).races
-
-
-def judged(group: Group) -> JudgedGroup:
-    return JUDGED.of(group.parts)
-
-
-def assessments(group: Group) -> dict[int, Any]:
-    return {} if judged(group) is None else judged(group).assessments
-
-
-def scores(note: EndingNote) -> Scores:
-    """Scores of a candidate that has ended. Both are None if it was not scored."""
-    return SCORES.of(note.parts) or Scores(None, None)
-
-
-def is_lost(group: Group) -> bool:
-    """True if it completed after as many groups as its race wanted."""
-    return bool(LOST.of(group.parts))
-
-
-def scores_in(report: RunnerReport) -> ScoreReport:
-    """Scores in a worker's report of a step."""
-    return report.parts.get(PRUNING, ScoreReport())
+def group_steps(**settings: Any) -> GroupSteps:
+    memories = next((make(dict(faces("memory"))) for _, make in faces("memories")), None)
+    return GroupSteps([make() for _, make in faces("step")], memories=memories, **settings)

@@ -23,14 +23,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.kernel.api.stepped_llm import SteppedEngine, SteppedLLM, let_everybody_run
-from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
-from tests.support.steps import pruned_by
+from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from vllm_rollout.kernel.api.engine import sampled_logprobs
 from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, GroupOrder, PreparedPrompt
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 pytestmark = pytest.mark.anyio
 
@@ -248,21 +246,24 @@ def test_chunks_join_without_gaps_also_after_preemption(new_run, stream_tokens) 
     assert states == {"finished": 4, "surplus": 4}
 
 
-@pytest.mark.thorough
-@given(
+PACES = (
     st.sampled_from([1, 3, 16]),
     st.lists(st.integers(1, 60), min_size=4, max_size=4),
     st.lists(st.integers(0, 20), max_size=40),
-    st.booleans(),
 )
-def test_chunks_join_whatever_the_pace_of_the_reader(tiny_model, stream_tokens, lengths, steps_per_read, prune) -> None:
+"""Tokens of a chunk, lengths of candidates, and engine steps before each read."""
+
+
+@pytest.mark.thorough
+@given(*PACES)
+def test_chunks_join_whatever_the_pace_of_the_reader(tiny_model, stream_tokens, lengths, steps_per_read) -> None:
     llm = SteppedLLM(TracedRun(RolloutScheduler, tiny_model, num_blocks=12))
-    pruning = None
-    if prune:
-        pruning = PruningPlan(5, allow_fewer=True)
-        prune_by_sign(llm.run, 5)
-        llm.run.logits = {f"g-c{index}-internal": logit for index, logit in enumerate((1.0, -1.0, -1.0, 1.0))}
-    plan = GroupPlan(group_size=2, redundancy=2, parts=pruned_by(pruning))
+    assert_chunks_join_at_pace(llm, GroupPlan(group_size=2, redundancy=2), stream_tokens, lengths, steps_per_read)
+
+
+def assert_chunks_join_at_pace(
+    llm: SteppedLLM, plan: GroupPlan, stream_tokens: int, lengths: list[int], steps_per_read: list[int]
+) -> None:
     happenings = run_with_pauses(llm, plan, lengths, stream_tokens, steps_per_read)
     assert_chunks_join(llm, lengths, stream_tokens, happenings)
     assert_nothing_left(llm.run)

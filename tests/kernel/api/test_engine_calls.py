@@ -10,11 +10,8 @@ from tests.support.time_limit import end_within
 from vllm_rollout.kernel.api import engine_calls
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.rank_died import RankDied
-from vllm_rollout.kernel.call_table import RANK_COUNTS
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS, LAST_TOKENS, RANK_COUNTS
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.parts.pruning.api.rank_calls import call_if_alive
-from vllm_rollout.parts.pruning.calls import HEADS
-from vllm_rollout.parts.rounds.calls import CUT_RACE
 
 pytestmark = pytest.mark.anyio
 
@@ -56,19 +53,18 @@ class TwoRanks:
         if rank == 0 or self._both_die:
             self.living_ranks.remove(rank)
             raise RankDied.of(rank)
-        return HEADS.encode_result([])
+        return LAST_TOKENS.encode_result([])
 
 
 async def test_what_every_rank_knows_the_next_one_says_when_the_first_dies() -> None:
     end_within(10)
-    assert await EngineCalls(TwoRanks()).call_first(HEADS, None) == []
-    assert await call_if_alive(EngineCalls(TwoRanks()), 0, HEADS, None) is None
+    assert await EngineCalls(TwoRanks()).call_first(LAST_TOKENS, "g") == []
     with pytest.raises(RequestError, match="rank 1 of the engine has died"):
-        await EngineCalls(TwoRanks(both_die=True)).call_first(HEADS, None)
+        await EngineCalls(TwoRanks(both_die=True)).call_first(LAST_TOKENS, "g")
 
 
 @pytest.mark.parametrize("calls", [
-    lambda engine: engine.call_rank(0, CUT_RACE, "race"), lambda engine: engine.call_all(RANK_COUNTS, None)
+    lambda engine: engine.call_rank(0, CANCEL_GROUPS, ["g"]), lambda engine: engine.call_all(RANK_COUNTS, None)
 ])  # fmt: skip
 async def test_a_call_that_is_on_its_way_when_the_engine_dies_ends(calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_calls, "LOOK_S", 0.01)

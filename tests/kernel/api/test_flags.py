@@ -73,12 +73,6 @@ def test_an_old_name_is_refused_wherever_it_stands(refusal, ours, tmp_path, old)
         assert f"{old} has a new name: {new}." in refusal("--config", str(config))
 
 
-def test_a_switch_of_a_configuration_file_is_never_left_out_silently(refusal, tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text("enable-rollout-page: false\n")
-    assert "Write no-enable-rollout-page: true" in refusal("--config", str(config))
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -1,32 +1,21 @@
-"""Access without a key, in every --rollout-compat mode: each route of vLLM's app and ours is called.
+"""Access without a key: each route of vLLM's app and ours is called.
 
 Routes that vLLM alone leaves open, in its development mode most of all, are vLLM's. Our open routes are named here."""
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from vllm.entrypoints.launchers.app import build_app
 
-from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
-from vllm_rollout.kernel.api.serve import parse
-from vllm_rollout.kernel.http.admin import AdminKey
+from tests.kernel.api.conftest import ADMIN_KEY, API_KEY
 from vllm_rollout.kernel.http.clients import ADMIN_HEADER
-from vllm_rollout.kernel.http.origins import AllowedHosts
-from vllm_rollout.parts.trainers.api.trainers import COMPAT
 
 pytestmark = pytest.mark.anyio
-API_KEY, ADMIN_KEY = "api", "admin"
 
 OPEN_TO_ANYONE = {
     ("GET", "/liveness"),  # tells whether the engine hangs
@@ -55,31 +44,6 @@ BODIES: dict[tuple[str, str], Any] = {
 """With which a route is ours, or asks another one."""
 
 
-@pytest.fixture
-def app_of(monkeypatch, tiny_model):
-    """vLLM's app with what these trainers ask for, no engine behind it; or as vLLM has it, without us."""
-
-    @cache
-    def app_of(*trainers: str, ours: bool = True) -> FastAPI:
-        monkeypatch.setenv("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS", ""))
-        monkeypatch.delenv("VLLM_PLUGINS")
-        monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        monkeypatch.setattr(sys, "argv", sys.argv)
-        monkeypatch.setattr(plugin, "register", lambda: None)  # vLLM's classes stay as they are
-        flags = [flag for trainer in trainers for flag in ("--rollout-compat", trainer)]
-        keys = ("--api-key", API_KEY, ADMIN_KEY, "--rollout-admin-key", ADMIN_KEY)
-        scale_out = ("--enable-scale-out",) if has(SCALE_OUT_FLAG) else ()
-        args = parse([tiny_model, *scale_out, *keys, *flags], "vllm-rollout serve", "")
-        if not ours:
-            monkeypatch.setenv("VLLM_PLUGINS", "")
-        app = build_app(args, ("generate",))
-        app.state.rollout_service = SimpleNamespace(admin_key=AdminKey(ADMIN_KEY))
-        app.state.allowed_hosts = AllowedHosts(has_key=True)
-        return app
-
-    return app_of
-
-
 async def let_in(app: FastAPI, refusal: int = 401, **headers: str) -> set[tuple[str, str]]:
     """Method and path of every route that does not answer so."""
     found = set()
@@ -99,27 +63,41 @@ def routes_of(app: FastAPI) -> set[tuple[str, str]]:
     return {(method, route.path) for route in app.routes if isinstance(route, APIRoute) for method in route.methods}
 
 
-@pytest.mark.parametrize("trainers", [(), *((trainer,) for trainer in sorted(COMPAT)), tuple(COMPAT)])
-async def test_without_a_key_nobody_gets_in_where_it_is_not_said(app_of, trainers):
+async def test_without_a_key_nobody_gets_in_where_it_is_not_said(app_of):
+    await assert_no_key_opens(app_of)
+
+
+async def assert_no_key_opens(app_of, *trainers):
     found = await let_in(app_of(*trainers)) - await let_in(app_of(ours=False))
     assert found <= OPEN_TO_ANYONE
 
 
 async def test_with_the_api_key_alone_nobody_changes_what_all_are_served_by(app_of):
-    app = app_of(*COMPAT)
+    assert ("POST", "/v1/rollouts") in await opened_by_the_api_key(app_of)
+
+
+async def opened_by_the_api_key(app_of, *trainers):
+    app = app_of(*trainers)
     found = await let_in(app, authorization=f"Bearer {API_KEY}")
     ours = routes_of(app) - routes_of(app_of(ours=False))
-    assert found & ours == OPEN_TO_ANYONE | OPEN_TO_THE_API_KEY
-    assert ("POST", "/update_weights") not in found, "of a folder"
+    assert found & ours == (OPEN_TO_ANYONE | OPEN_TO_THE_API_KEY) & ours
+    return found
 
 
 async def test_the_admin_key_opens_in_the_header_of_ours_and_as_a_bearer_token(app_of):
-    app = app_of(*COMPAT)
+    await assert_the_admin_key_opens_all(app_of())
+
+
+async def assert_the_admin_key_opens_all(app):
     everything = routes_of(app)
     assert await let_in(app, authorization=f"Bearer {API_KEY}", **{ADMIN_HEADER: ADMIN_KEY}) == everything
     assert await let_in(app, authorization=f"Bearer {ADMIN_KEY}") == everything
 
 
 async def test_a_page_of_another_site_gets_in_nowhere_also_with_the_keys(app_of):
+    await assert_another_site_gets_in_nowhere(app_of())
+
+
+async def assert_another_site_gets_in_nowhere(app):
     keys = {"authorization": f"Bearer {ADMIN_KEY}", ADMIN_HEADER: ADMIN_KEY}
-    assert await let_in(app_of(*COMPAT), 403, origin="https://evil.example", **keys) == set()
+    assert await let_in(app, 403, origin="https://evil.example", **keys) == set()

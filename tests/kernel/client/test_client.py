@@ -64,7 +64,7 @@ def test_unknown_names_of_the_package_are_attribute_errors():
 
 def test_both_clients_have_the_same_methods():
     names = {name for name in dir(RolloutClient) if name == "__init__" or not name.startswith("_")}
-    assert names >= {"rollout", "post_rewards", "quality_head", "set_quality_head", "report", "state", "vote"}
+    assert names >= {"rollout", "stream", "post_rewards"}
     for name in names:
         ours, theirs = (signature(getattr(cls, name)) for cls in (RolloutClient, AsyncRolloutClient))
         assert ours.parameters == theirs.parameters
@@ -369,14 +369,6 @@ def test_examples_run(server_url, capsys):
     asyncio.run(runpy.run_path(str(folder / "stream_tokens.py"))["main"](server_url))
     assert "0: complete, selected [" in (out := capsys.readouterr().out)
     assert ": surplus, dropped" in out
-    runpy.run_path(str(folder / "rounds.py"))["main"](server_url)
-    assert "50 prompts back, 0 wait" in capsys.readouterr().out
-    runpy.run_path(str(folder / "trainer_loop.py"))["main"](server_url, 2)
-    out = capsys.readouterr().out
-    assert "step 1: " in out
-    assert "cold start" in out
-    assert "confidence: 0 positive" in out  # the fake engine cannot add
-    assert "0 of 8 groups teach" in out
 
 
 def test_the_trainers_loop_standardizes_rewards_within_a_group():
@@ -463,17 +455,3 @@ def test_a_proxy_in_front_of_a_server_that_starts_is_waited_for() -> None:
     with RolloutClient(transport=httpx.MockTransport(lambda _: httpx.Response(next(statuses)))) as client:
         client.wait_until_ready(60)
     assert next(statuses, None) is None
-
-
-def test_a_run_that_is_made_by_a_request_that_is_sent_again_is_one_run() -> None:
-    ids: list[str] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        ids.append(json.loads(request.content)["id"])
-        if len(ids) == 1:
-            raise httpx.ConnectError("the answer was lost")
-        return httpx.Response(418)
-
-    with RolloutClient(transport=httpx.MockTransport(answer)) as client, pytest.raises(RolloutError, match="418"):
-        client.run(2, 4)
-    assert (len(ids), len(set(ids))) == (2, 1)

@@ -12,17 +12,12 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN, DryRun
-from tests.support.steps import group_terms, judge_of, said
 from vllm_rollout.adapter.options import Options, ServeOptions
 from vllm_rollout.kernel.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import Assessment
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
-from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan
-from vllm_rollout.parts.pruning.rules.step import PruningStep
-from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 REQUEST_STRIDE = 10_000
 """The k-th token of the n-th request is n * REQUEST_STRIDE + k, its last one EOS_TOKEN."""
@@ -37,7 +32,6 @@ End = tuple[str, FinishReason, int | str | None]
 WON: End = ("finished", FinishReason.STOP, None)
 CUT: End = ("finished", FinishReason.LENGTH, None)
 LOST: End = ("surplus", FinishReason.ABORT, "surplus")
-PRUNED: End = ("pruned", FinishReason.ABORT, "pruned")
 ABORTED: End = ("failed", FinishReason.ABORT, None)
 
 
@@ -144,55 +138,24 @@ def add_group(
     interval: int = 64,
     joined: bool = False,
     num_candidates: int | None = None,
-    pruning: PruningPlan | None = None,
-    logits: list[float] | None = None,
-    seed: int = 7,
     patience: float | None = None,
-    place: RacePlace | None = None,
     num_replaceable: int = 0,
+    parts: Mapping[str, PartTerms] | None = None,
+    said: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> list[str]:
     """Add one candidate per length; returns their request ids.
 
-    `joined` leaves the numbering to the scheduler, as requests with a rollout_group_id do. `logits` are what the head
-    will say of the candidates.
+    `joined` leaves the numbering to the scheduler, as requests with a rollout_group_id do. `parts` are terms of the
+    group, and `said` values of each candidate, by part.
     """
     request_ids = []
-    scoring = pruning and Scoring("rollout", group_id, seed)
-    terms = group_terms(
-        group_size, num_candidates or len(lengths), early_stop, patience, pruning, num_replaceable=num_replaceable
-    )
-    for index, logit in enumerate(logits or ()):
-        run.logits[f"{group_id}-{index}"] = logit
+    terms = GroupTerms(group_size, num_candidates or len(lengths), early_stop, patience, num_replaceable, parts or {})
     for index, length in enumerate(lengths):
-        tag = CandidateTag(group_id, None if joined else index, terms, interval, said(scoring, place=place))
+        tag = CandidateTag(group_id, None if joined else index, terms, interval, dict(said or {}))
         request_ids.append(f"{group_id}-{index}")
         run.add(request_ids[-1], length, extra_args=tag.to_extra_args(), **sampling)
     return request_ids
-
-
-class SignLearning(Learning):
-    """Keeps what has a positive logit, and the best of the others as far as they are needed."""
-
-    def assess(
-        self,
-        plan: PruningPlan,
-        observations: Mapping[int, Observation],
-        siblings: Siblings,
-    ) -> dict[int, Assessment]:
-        best = sorted(observations, key=lambda index: (-observations[index].logit, index))[: siblings.at_least]
-        return {
-            index: Assessment(
-                "head", seen.logit, 0.5, 0.75, seen.logit > 0 or index in best, seen.head_version, seen.confidence
-            )
-            for index, seen in observations.items()
-        }
-
-
-def prune_by_sign(run: TracedRun, *detection_lengths: int) -> None:
-    """From now on a candidate with a negative logit is pruned where the floor allows it."""
-    for length in detection_lengths:
-        judge_of(run.scheduler).memory.learnings[length] = SignLearning(length)
 
 
 def assert_nothing_left(run: TracedRun) -> None:
@@ -215,5 +178,4 @@ def assert_nothing_open(steps: GroupSteps) -> None:
     """No group is left, and nothing waits for the next step."""
     assert len(steps) == 0
     assert not steps.has_events
-    assert (pruning := steps.find(PruningStep)) is None or pruning._scored == {}
     assert steps._capped == {}

@@ -4,21 +4,17 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.kernel.core.scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
-from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring, observe
-from tests.support.steps import judge_of, races_of, scores_in
+from tests.kernel.core.scheduler_runs import LOST, WON, TracedRun, add_group, assert_nothing_left
+from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, observe
 from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.types import NOT_FINITE
-from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import PruningStep
-from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 
 LENGTHS = [30, 40, 50, 60]
-PRUNING = PruningPlan(detection_length=8, keep_ratio=0.5)
 PLANTED = "planted"
 
 
@@ -42,35 +38,36 @@ def of_group_g(run: TracedRun, place: str) -> tuple[Any, Callable[..., bool]]:
     return {
         "settle": (Group, lambda self, *_: self is group),
         "end": (Group, lambda self, *_: self is group),
-        "judge": (judge_of(steps), lambda group, scoring, due: scoring.prompt_id == "g"),
         "_release": (steps, lambda group_id, *_: group_id == "g"),
-        "_write_end": (steps.part(PruningStep), lambda id, *_: id.group_id == "g"),
     }[place]
 
 
 @pytest.fixture
 def run(new_run) -> TracedRun:
-    """With groups g and h of two of four, where candidate 3 is pruned, and an ordinary request o."""
+    """With groups g and h of two of four, and an ordinary request o."""
     run = new_run()
-    prune_by_sign(run, 8)
     for group_id in ("g", "h"):
-        add_group(run, group_id, LENGTHS, 2, pruning=PRUNING, logits=[1, 1, 1, -1], stop=["never said"])
+        add_group(run, group_id, LENGTHS, 2, stop=["never said"])
     run.add("o", 70)
     return run
 
 
 def assert_others_go_on(run: TracedRun) -> None:
-    assert run.ends([f"h-{index}" for index in range(4)]) == [WON, WON, LOST, PRUNED]
+    assert run.ends([f"h-{index}" for index in range(4)]) == [WON, WON, LOST, LOST]
     assert run.tokens("h-1")[:39] == run.own_tokens("h-1", 39)
     assert len(run.tokens("o")) == 70
     assert_nothing_left(run)
     assert run.scheduler.num_internal_errors > 0
 
 
-@pytest.mark.parametrize("place", ["settle", "end", "judge", "_release", "_write_end"])
+@pytest.mark.parametrize("place", ["settle", "end", "_release"])
 def test_a_group_whose_rules_raise_fails_alone(run, monkeypatch, place):
     run.step()
-    owner, wanted = of_group_g(run, place)
+    assert_group_g_fails_alone(run, monkeypatch, *of_group_g(run, place), place)
+
+
+def assert_group_g_fails_alone(run, monkeypatch, owner, wanted, place):
+    """A method of `owner` raises in the calls that are `wanted`."""
     monkeypatch.setattr(owner, place, only_for(wanted, getattr(owner, place)))
     run.run()
     states = [run.state(f"g-{index}") for index in range(4)]
@@ -108,17 +105,19 @@ def test_a_request_that_cannot_be_launched_fails(run, monkeypatch, place):
     run.run()
     assert [run.state(f"i-{index}") for index in range(2)] == ["failed"] * 2
     assert PLANTED in run.note("i-0").error
-    assert run.ends([f"g-{index}" for index in range(4)]) == [WON, WON, LOST, PRUNED]
+    assert run.ends([f"g-{index}" for index in range(4)]) == [WON, WON, LOST, LOST]
     assert_others_go_on(run)
 
 
-@pytest.mark.parametrize(
-    "place", ["_close_step", "_pass_outputs", "_forget_ended", "_stop", "_end_by_stop_strings", "settle"]
-)
+@pytest.mark.parametrize("place", ["_close_step", "_pass_outputs", "_forget_ended", "_stop", "_end_by_stop_strings"])
 def test_whatever_else_raises_in_a_step_fails_its_candidates_and_nobody_else(run, monkeypatch, place):
     run.step()
-    # Races are settled in a step in which a candidate has ended: it has its own last output, without a note.
-    monkeypatch.setattr(races_of(run.scheduler) if place == "settle" else run.scheduler, place, fail)
+    assert_a_step_that_raises_fails_its_candidates(run, monkeypatch, run.scheduler, place)
+
+
+def assert_a_step_that_raises_fails_its_candidates(run, monkeypatch, owner, place):
+    run.scheduler.group_steps.give_up("g", [3])  # an event in a step in which no candidate ends
+    monkeypatch.setattr(owner, place, fail)
     while run.scheduler.group_steps and run.step():
         if place == "_forget_ended" and run.scheduler.faults.num:
             break
@@ -136,7 +135,7 @@ def test_a_part_of_the_core_is_left_out_where_it_raises(run, hook):
     part = type("Failing", (CorePart,), {hook: fail})(run.scheduler)
     run.scheduler.parts = CoreParts([("failing", part)], run.scheduler.faults)
     run.run()
-    assert run.ends([f"g-{index}" for index in range(4)]) == [WON, WON, LOST, PRUNED]
+    assert run.ends([f"g-{index}" for index in range(4)]) == [WON, WON, LOST, LOST]
     assert_others_go_on(run)
 
 
@@ -147,8 +146,8 @@ def test_candidates_that_the_worker_could_not_observe_fail(run):
         output = sample(scheduled)
         if not told and run.num_steps > 3:
             told.append(True)
-            report = RunnerReport(output.__dict__[REPORT_ATTRIBUTE].confidence, failed={"g-1": PLANTED, "gone": "?"})
-            setattr(output, REPORT_ATTRIBUTE, report._replace(num_internal_errors=2))
+            failed = {"g-1": PLANTED, "gone": "?"}
+            setattr(output, REPORT_ATTRIBUTE, nothing_seen(len(output.req_ids), failed=failed, num_internal_errors=2))
         return output
 
     run.sample = sample_and_fail
@@ -166,7 +165,7 @@ RUNNERS = [(RunnerV1, False), (RunnerV1, True), (RunnerV2, False), (RunnerV2, Tr
 def runner(request):
     cls, asynchronous = request.param
     runner = cls(asynchronous)
-    observe(runner, new_ring(), v2=cls is RunnerV2, cpu=False)
+    observe(runner, v2=cls is RunnerV2, cpu=False)
     if cls is RunnerV2:
         runner.load_model()
     return runner
@@ -186,28 +185,21 @@ IN_TRACKER = ["add", "start_step", "see_hidden_states", "observe"]
 @pytest.mark.parametrize("method", IN_TRACKER)
 def test_an_exception_of_the_tracker_fails_whom_it_observes(runner, monkeypatch, method):
     monkeypatch.setattr(runner.candidate_tracker, method, fail)
-    new = (new_request("a", 3, 1), new_request("b", 3, 1, tagged=False))
+    new = (new_request("a", 3), new_request("b", 3, tagged=False))
     report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
     assert report is not None
     assert list(report.failed) == ["a"]
     assert PLANTED in report.failed["a"]
     assert report.num_internal_errors
     monkeypatch.undo()
-    report = step(runner, [Row("c", 3, 3), Row("b", 5, 5)], (new_request("c", 3, 1),))
+    report = step(runner, [Row("c", 3, 3), Row("b", 5, 5)], (new_request("c", 3),))
     assert not report.failed
-    assert list(scores_in(report).request_ids) == ["c"]
-
-
-def test_an_exception_on_the_way_to_the_scheduler_fails_who_was_seen(runner, monkeypatch):
-    monkeypatch.setattr(FeatureRing, "put", fail)
-    new = (new_request("a", 3, 1), new_request("b", 3, 1, tagged=False))
-    report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
-    assert list(report.failed) == ["a"]
+    assert np.isfinite(report.confidence[0, 0]).tolist() == [True, False]
 
 
 def test_a_candidate_whose_logits_are_not_finite_fails(runner, monkeypatch):
     """As those of a policy whose weights are broken: its tokens would be chance."""
-    new = (new_request("a", 3, 9), new_request("b", 3, 9))
+    new = (new_request("a", 3), new_request("b", 3))
     new_logits = runner.new_logits
 
     def broken() -> Any:

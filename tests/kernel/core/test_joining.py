@@ -10,19 +10,14 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
-from tests.support.steps import judge_of
+from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from vllm_rollout.adapter.names import learned_name
-from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, request_name
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.kernel.wire import TAG_KEY
-from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD
-from vllm_rollout.parts.emulation.options import EmulationOptions
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
 PROMPT = {"rollout_group_size": 2, "rollout_num_candidates": 4}
 """Fields of a request whose group is named by its prompt."""
-PRUNE = {**JOIN, "rollout_detection_length": 4}
 
 
 def ends(run: TracedRun, *request_ids: str) -> list[tuple[str, int | str | None]]:
@@ -97,7 +92,6 @@ def test_another_prompt_or_namespace_is_another_group(new_run: Callable[..., Tra
             "rollout_num_candidates: rollout_num_candidates counts all siblings and must be between",
         ),
         ({**JOIN, "rollout_grup": 5}, "rollout_grup: is not a field of this version"),
-        (PRUNE, "rollout_detection_length: candidates are not scored by worker_cls 'vllm.v1.worker.cpu_worker"),
     ],
 )
 def test_a_bad_field_ends_its_request_with_what_is_wrong(
@@ -133,17 +127,6 @@ def test_one_that_comes_after_the_groups_end_is_surplus(new_run: Callable[..., T
     run.run()
     assert ends(run, late) == [("abort", "surplus")]
     assert_nothing_left(run)
-
-
-def test_it_is_pruned_where_the_worker_scores(new_run: Callable[..., TracedRun]) -> None:
-    run = new_run()
-    run.scheduler.vllm_config.parallel_config.worker_cls = "vllm_rollout.Worker"
-    prune_by_sign(run, 4)
-    for id, logit in {"r0": 1.0, "r1": -1.0, "r2": 1.0, "r3": -1.0}.items():
-        run.logits[id] = logit
-    ids = add(run, [20, 60, 30, 60], {**PRUNE, "rollout_early_stop": False})
-    run.run()
-    assert ends(run, *ids) == [("stop", None), ("abort", "pruned"), ("stop", None), ("abort", "pruned")]
 
 
 def test_siblings_without_an_id_are_requests_of_one_prompt(new_run: Callable[..., TracedRun]) -> None:
@@ -198,76 +181,6 @@ def test_a_sibling_that_its_client_aborts_leaves_the_others_alone(new_run: Calla
     run.run()
     assert ends(run, *ids) == [("abort", None), ("stop", None), ("abort", "surplus"), ("stop", None)]
     assert_nothing_left(run)
-
-
-def test_an_audit_group_stops_only_whom_it_has_no_place_for(new_run: Callable[..., TracedRun]) -> None:
-    run = new_run()
-    run.scheduler.vllm_config.parallel_config.worker_cls = "vllm_rollout.Worker"
-    prune_by_sign(run, 4)
-    for id in ("r0", "r1", "r2", "r3"):
-        run.logits[id] = -1.0
-    ids = add(run, [60, 20, 9, 9], {**PRUNE, "rollout_audit_ratio": 1})
-    run.run()
-    assert ends(run, *ids) == [("stop", None), ("stop", None), ("abort", "surplus"), ("abort", "surplus")]
-    assert [run.num_tokens(id) for id in ids[:2]] == [60, 20], "neither pruned nor raced"
-    assert max(run.num_tokens(id) for id in ids[2:]) <= run._depth
-    assert_nothing_left(run)
-
-
-@pytest.mark.parametrize("client", ["", "digest-of-a-key"])
-def test_anybody_may_reward_a_request_whose_client_nobody_knows(new_run: Callable[..., TracedRun], client: str) -> None:
-    run = new_run()
-    run.scheduler.vllm_config.parallel_config.worker_cls = "vllm_rollout.Worker"
-    prune_by_sign(run, 4)
-    id = "cmpl-mine-3"  # vLLM's Python endpoint would mean the fourth prompt of an answer `cmpl-mine`
-    run.add(id, 9, extra_args=PRUNE)
-    run.run()
-    ledger, reward = judge_of(run.scheduler).ledger, Reward("", 0, 1.0, positive=True)
-    assert ledger.find(NamedReward("request", request_name(client, id), reward)) is not None
-    assert ledger.find(NamedReward("request", request_name(client, "another"), reward)) is None
-
-
-def test_an_emulated_device_is_not_asked_for_a_length_that_is_none(new_run: Callable[..., TracedRun]) -> None:
-    emulation = EmulationOptions("device.json")
-    run = new_run(options=emulation)
-    add(run, [9], {LENGTHS_FIELD: "long"}, "bad")
-    add(run, [9], {LENGTHS_FIELD: 9}, "good")
-    run.run()
-    assert run.last("bad0").finish_reason == FinishReason.ERROR
-    assert run.last("bad0").stop_reason.startswith(f"{LENGTHS_FIELD}")
-    assert run.last("good0").finish_reason == FinishReason.STOP
-
-
-def test_a_sibling_that_asks_for_another_share_of_audits_is_told(new_run: Callable[..., TracedRun]) -> None:
-    run = new_run()
-    run.scheduler.vllm_config.parallel_config.worker_cls = "vllm_rollout.Worker"
-    add(run, [9], PRUNE)
-    (other,) = add(run, [9], {**PRUNE, "rollout_audit_ratio": 0.5}, "other")
-    run.run()
-    assert run.last(other).finish_reason == FinishReason.ERROR
-    assert run.last(other).stop_reason.startswith("rollout_audit_ratio of this group is 0.0, as its first candidate")
-
-
-def test_choices_of_a_request_are_named_as_its_client_names_them(new_run: Callable[..., TracedRun]) -> None:
-    run = new_run()
-    run.scheduler.vllm_config.parallel_config.worker_cls = "vllm_rollout.Worker"
-    prune_by_sign(run, 4)
-    fields = {**PRUNE, "rollout_pruning_mode": "shadow", "rollout_group_size": 4, "rollout_namespace": "run-7"}
-    for id in ("0_step-12345678", "1_step-12345678", "2_step-12345678", "3_0_a-12345678"):
-        run.add(id, 9, extra_args=dict(fields))
-    run.run()
-    ledger = judge_of(run.scheduler).ledger
-
-    def named(id: str, choice: int = 0, namespace: str = "run-7") -> int | None:
-        place = ledger.find(
-            NamedReward("request", request_name("", id, namespace), Reward("", choice, 1.0, positive=True))
-        )
-        return place and place.index
-
-    assert [named("step", choice) for choice in range(4)] == [0, 1, 2, None]
-    assert [named(f"{choice}_step") for choice in range(3)] == [0, 1, 2]
-    assert (named("0_a", 3), named("a", 3)) == (3, None)
-    assert named("step", namespace="") is None
 
 
 @pytest.mark.parametrize("id", ["x" * 513, "漢" * 129])

@@ -1,6 +1,7 @@
 """Random workloads on vLLM's scheduler: what holds whatever lengths, scores, places, blocks, arrivals and aborts."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -9,17 +10,18 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.kernel.core.scheduler_runs import LOOPS, Loop, TracedRun, assert_nothing_left, prune_by_sign
+from tests.kernel.core.scheduler_runs import LOOPS, Loop, TracedRun, assert_nothing_left
 from tests.support.dry_run import EOS_TOKEN
-from tests.support.steps import group_terms, said, scores
+from vllm_rollout.kernel.rules.fields import PlannedPruning
+from vllm_rollout.kernel.rules.plan import pruning_of
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.terms_port import PartTerms
+from vllm_rollout.kernel.rules.types import scores_of
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 MAX_LENGTH = 60
 MIN_BLOCKS = 8
 """Enough for the prompt of 20 tokens and the longest output, in blocks of 16 tokens."""
-DETECTION_LENGTHS = (1, 5, 20)
 
 
 class Sample(NamedTuple):
@@ -38,7 +40,12 @@ class GroupSpec(NamedTuple):
     joined: bool = False
     interval: int = 16
     max_tokens: int = MAX_LENGTH
-    plan: PruningPlan | None = None
+    parts: Mapping[str, PartTerms] = {}
+    """Terms of parts, by part."""
+
+    @property
+    def plan(self) -> PlannedPruning | None:
+        return pruning_of(self.parts)
 
     @property
     def is_pruned(self) -> bool:
@@ -61,42 +68,50 @@ samples = st.builds(
     st.one_of(st.none(), st.none(), st.none(), st.integers(1, 80)),
     st.sampled_from([-2.0, -1.0, 1.0]),
 )
-plans = st.builds(
-    lambda length, mode, allow_fewer: PruningPlan(length, mode=mode, allow_fewer=allow_fewer),
-    st.sampled_from(DETECTION_LENGTHS),
-    st.sampled_from(["active", "active", "shadow"]),
-    st.booleans(),
-)
-groups = st.lists(samples, min_size=1, max_size=6).flatmap(
-    lambda pool: st.builds(
-        GroupSpec,
-        st.integers(1, len(pool)),
-        st.just(pool),
-        st.sampled_from([True, True, True, False]),
-        st.booleans(),
-        st.sampled_from([1, 2, 16, 256]),
-        st.sampled_from([MAX_LENGTH, MAX_LENGTH, 12]),
-        st.none() | plans,
+
+
+def workloads(parts: st.SearchStrategy[Mapping[str, PartTerms]]) -> st.SearchStrategy[Workload]:
+    """`parts`: terms of parts in a group."""
+    groups = st.lists(samples, min_size=1, max_size=6).flatmap(
+        lambda pool: st.builds(
+            GroupSpec,
+            st.integers(1, len(pool)),
+            st.just(pool),
+            st.sampled_from([True, True, True, False]),
+            st.booleans(),
+            st.sampled_from([1, 2, 16, 256]),
+            st.sampled_from([MAX_LENGTH, MAX_LENGTH, 12]),
+            parts,
+        )
     )
-)
-workloads = st.builds(
-    Workload,
-    st.lists(groups, min_size=1, max_size=3),
-    st.lists(samples, max_size=2).map(tuple),
-    st.integers(1, 12),
-    st.integers(MIN_BLOCKS, 40),
-    st.one_of(st.none(), st.integers(1, 60)),
-    st.booleans(),
-)
+    return st.builds(
+        Workload,
+        st.lists(groups, min_size=1, max_size=3),
+        st.lists(samples, max_size=2).map(tuple),
+        st.integers(1, 12),
+        st.integers(MIN_BLOCKS, 40),
+        st.one_of(st.none(), st.integers(1, 60)),
+        st.booleans(),
+    )
 
 
-def play(workload: Workload, loop: Loop, model: str) -> TracedRun:
+Say = Callable[[str, GroupSpec], dict[str, Any]]
+"""Values of a group's candidates for parts, from the group's id."""
+
+
+def play(
+    workload: Workload,
+    loop: Loop,
+    model: str,
+    prepare: Callable[[TracedRun], None] = lambda run: None,
+    say: Say = lambda group_id, group: {},
+) -> TracedRun:
     run = TracedRun(
         loop.scheduler_cls, model, depth=loop.depth, num_blocks=workload.num_blocks,
         max_num_seqs=workload.max_num_seqs, log_stats=workload.log_stats,
     )  # fmt: skip
-    prune_by_sign(run, *DETECTION_LENGTHS)
-    requests = requests_of(workload)
+    prepare(run)
+    requests = requests_of(workload, say)
     run.logits.update({request_id: sample.logit for request_id, sample, _ in requests})
     for step in range(2000):
         for request_id, sample, kwargs in requests:
@@ -119,13 +134,13 @@ def play(workload: Workload, loop: Loop, model: str) -> TracedRun:
     raise AssertionError("the workload does not end")
 
 
-def requests_of(workload: Workload) -> list[tuple[str, Sample, dict]]:
+def requests_of(workload: Workload, say: Say = lambda group_id, group: {}) -> list[tuple[str, Sample, dict]]:
     requests = [(f"plain-{index}", sample, {}) for index, sample in enumerate(workload.plain)]
     for number, group in enumerate(workload.groups):
         for index, sample in enumerate(group.samples):
-            terms = group_terms(group.group_size, len(group.samples), group.early_stop, pruning=group.plan)
-            scoring = group.plan and Scoring("rollout", f"g{number}", 7)
-            tag = CandidateTag(f"g{number}", None if group.joined else index, terms, group.interval, said(scoring))
+            terms = GroupTerms(group.group_size, len(group.samples), group.early_stop, parts=group.parts)
+            its = say(f"g{number}", group)
+            tag = CandidateTag(f"g{number}", None if group.joined else index, terms, group.interval, its)
             kwargs = {"extra_args": tag.to_extra_args(), "max_tokens": group.max_tokens}
             requests.append((f"g{number}-{index}", sample, kwargs))
     return requests
@@ -167,14 +182,14 @@ def check_candidate(run: TracedRun, group: GroupSpec, sample: Sample, request_id
         assert group.is_pruned
         assert said == (FinishReason.ABORT, "pruned")
         assert sample.logit < 0
-        assert not scores(note).assessment.keep
+        assert not scores_of(note.parts).assessment.keep
         assert run.num_tokens(request_id) == group.plan.detection_length
     else:
         assert note.state == "finished"
         assert run.num_tokens(request_id) == min(sample.length, group.max_tokens)
         assert said[0] == (FinishReason.LENGTH if sample.length > group.max_tokens else FinishReason.STOP)
     if group.plan is None:
-        assert scores(note).assessment is None
+        assert scores_of(note.parts).assessment is None
     else:
         check_assessment(run, group, sample, request_id)
 
@@ -182,12 +197,12 @@ def check_candidate(run: TracedRun, group: GroupSpec, sample: Sample, request_id
 def check_assessment(run: TracedRun, group: GroupSpec, sample: Sample, request_id: str) -> None:
     """A candidate is judged at its detection length, if it goes on there."""
     note, num_tokens, length = run.note(request_id), run.num_tokens(request_id), group.plan.detection_length
-    if scores(note).assessment is None:
+    if scores_of(note.parts).assessment is None:
         assert num_tokens <= length
         return
-    assert scores(note).assessment.score == sample.logit
+    assert scores_of(note.parts).assessment.score == sample.logit
     assert num_tokens >= length
-    assert scores(note).assessment.keep or note.state == "pruned" or not group.is_pruned
+    assert scores_of(note.parts).assessment.keep or note.state == "pruned" or not group.is_pruned
 
 
 def check_group(group: GroupSpec, states: list[str]) -> None:
@@ -226,17 +241,15 @@ def check(workload: Workload, run: TracedRun, loop: Loop) -> None:
 
 @pytest.mark.thorough
 @settings(max_examples=200, deadline=None, database=None, derandomize=True)
-@given(workload=workloads, loop=st.sampled_from(LOOPS))
+@given(workload=workloads(st.just({})), loop=st.sampled_from(LOOPS))
 def test_whatever_happens_groups_keep_their_promises(workload, loop, tiny_model):
     check(workload, play(workload, loop, tiny_model), loop)
 
 
-@pytest.mark.parametrize("plan", [None, PruningPlan(20)])
-def test_the_random_workloads_reach_preempted_and_pruned_candidates(tiny_model, plan):
-    pool = [Sample(MAX_LENGTH - index, logit=(-1.0) ** index) for index in range(6)]
-    workload = Workload([GroupSpec(3, pool, plan=plan)])
+def test_the_random_workloads_reach_preempted_candidates(tiny_model):
+    pool = [Sample(MAX_LENGTH - index) for index in range(6)]
+    workload = Workload([GroupSpec(3, pool)])
     for loop in LOOPS:
         run = play(workload, loop, tiny_model)
         assert any(request.num_preemptions for request in run.requests.values())
-        assert ("pruned" in run.states().values()) is (plan is not None)
         check(workload, run, loop)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,17 +21,6 @@ from vllm_rollout import RolloutClient
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.routes import router
 from vllm_rollout.kernel.http.service import RolloutService
-from vllm_rollout.parts.feeds.http.service import FeedService
-from vllm_rollout.parts.page.http.part import PagePart
-from vllm_rollout.parts.page.http.recorder import TraceRecorder
-from vllm_rollout.parts.pruning.http.plan import LearningPlan
-from vllm_rollout.parts.rewards.http.plan import RewardsPlan
-from vllm_rollout.parts.rewards.http.service import Graders, GradingService, RewardsPart
-from vllm_rollout.parts.rounds.http.service import RunService
-from vllm_rollout.parts.rounds.http.store import RunStore
-from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism
-from vllm_rollout.parts.sessions.http.service import SessionService
-from vllm_rollout.parts.sessions.with_page.http.seen import observers
 
 DEADLINE_S = 60.0
 
@@ -49,66 +37,25 @@ def app(engine: FakeEngine) -> FastAPI:
 
 @pytest.fixture
 async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    """In process; what ticks for groups of sessions ends with the test."""
+    """In process; what parts do beside requests ends with the test."""
     async with http_of(app) as http:
         yield http
-    for task in app.state.session_service._tasks:
-        task.cancel()
+    for part in app.state.engine.parts.values():
+        await part.stop()
 
 
-class Clock:
-    """A clock that a test sets, in seconds."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def service(app: FastAPI, clock: Clock) -> SessionService:
-    """A session service in a test's own time."""
-    service: SessionService = app.state.session_service
-    service._clock = clock
-    return service
-
-
-def make_app(
-    engine: FakeEngine,
-    recorder: TraceRecorder | None = None,
-    database: Path | None = None,
-    make_parallelism: Callable[[Metrics], Parallelism] | None = None,
-    audit_ratio: float = 0.0,
-    graders: Graders | None = None,
-) -> FastAPI:
+def make_app(engine: FakeEngine, audit_ratio: float = 0.0, **settings: Any) -> FastAPI:
+    """The app with the services of the kernel and of the parts that are there. `settings`: for the fakes of parts."""
     app = FastAPI()
+    app.state.engine = engine
     app.include_router(router)
     registry = CollectorRegistry()
     metrics = Metrics(registry)
-    page, rewards = PagePart(engine), RewardsPart(engine)
-    page.recorder, rewards.grading = recorder, GradingService(graders, metrics)
-    engine.parts = [page, rewards]
+    for part in engine.parts.values():
+        part.begin(metrics, settings)
     app.state.rollout_service = RolloutService(engine, metrics, audit_ratio=audit_ratio)
-    app.state.session_service = SessionService(
-        engine.give_up,
-        app.state.rollout_service.part(RewardsPlan).grading,
-        app.state.rollout_service.rewards,
-        metrics,
-        lambda tokens: "".join(map(chr, tokens)),
-        pruning_refusal=lambda: app.state.rollout_service.part(LearningPlan).learning.pruning_refusal,
-        observers=observers(app.state.rollout_service),
-    )
-    app.state.feed_service = FeedService(app.state.rollout_service, engine, metrics)
-    app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database), metrics)
-    app.state.run_service.sessions = app.state.session_service
-    app.state.run_service.length_history = lambda *asked: engine.shaping.length_history(*asked)
-    if make_parallelism is not None:
-        app.state.run_service.resize_by(make_parallelism(metrics))
+    for part in engine.parts.values():
+        part.serve(app)
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

@@ -10,19 +10,19 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
-from tests.kernel.http.fake_parts import FakeMoves, FakeShaping
-from tests.parts.pruning.fake_learning import MODEL, FakeLearning
-from tests.support.steps import group_steps, is_lost, judged, races_of, said
+from tests.support.part_modules import modules
+from tests.support.steps import group_steps
 from vllm_rollout.kernel.call_table import RECOMPUTE, Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
+    EngineStopped,
     GroupLost,
     GroupOrder,
     Kind,
@@ -31,6 +31,7 @@ from vllm_rollout.kernel.http.engine import (
     PromptInput,
     RequestError,
 )
+from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
@@ -42,15 +43,9 @@ from vllm_rollout.kernel.rules.types import (
     EndReason,
     HeldGroups,
     RankCounts,
-    Scores,
-    TooLate,
 )
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE
-from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORES, SCORING
-from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, NUM_RACES, WIDEN_RACE
-from vllm_rollout.parts.rounds.rules.step import LOST, PLACE, RoundsStep
 
+MODEL = "fake-model"
 VOCAB_SIZE = 1000
 
 
@@ -97,15 +92,39 @@ class Candidate:
         return CandidateTokens(self.index, start, self.token_ids[start:end], self.logprobs[start:end])
 
 
-@dataclass(slots=True)
+class FakePart(ApiPart):
+    """A part of the fake engine and of the app around it: `FAKE` of `tests/parts/NAME/fakes.py`."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+
+    def begin(self, metrics: Metrics, settings: Mapping[str, Any]) -> None:
+        """Called before there is a service of rollouts. `settings`: of the app."""
+
+    def answers(self) -> Mapping[Operation[Any, Any], Callable[[Any], Any]]:
+        """The part's answers to calls."""
+        return {}
+
+    def forget(self) -> None:
+        """Forget what runs beside requests: its event loop is over."""
+
+    def observe(self, token_ids: Sequence[int], length: int, adapter: str) -> Any:
+        """Observation of a candidate that has reached a length at which the part's terms want one."""
+        raise NotImplementedError
+
+    def observe_last(self, terms: Any, token_ids: Sequence[int], adapter: str) -> Any | None:
+        """Observation of a candidate's last token. None: these terms want none."""
+        return None
+
+
+@dataclass
 class FakeEngine:
     """Implements `vllm_rollout.kernel.http.engine.Engine`."""
 
-    learning: FakeLearning = field(default_factory=FakeLearning)
-    shaping: FakeShaping = field(init=False)
-    moves: FakeMoves = field(init=False)
-    parts: list[ApiPart] = field(default_factory=list)
-    """Other parts."""
+    parts: dict[str, FakePart] = field(init=False)
+    num_ranks: int = 1
+    dead: bool = False
+    """The engine has stopped."""
     adapters: Sequence[str] = ()
     """Adapters that are served beside the model."""
     max_num_seqs: int = 64
@@ -137,27 +156,31 @@ class FakeEngine:
     num_aborted: int = 0
     """Aborted candidates, deferred ones included."""
     groups: dict[str, GroupSteps] = field(default_factory=dict)
-    """Running groups by id."""
-    races: dict[str, GroupSteps] = field(default_factory=dict)
-    """Groups of one race share their steps."""
+    """Steps of running groups by id."""
+    steps: GroupSteps = field(default_factory=group_steps)
+    """Steps of the groups that start now."""
     candidates: dict[CandidateId, Candidate] = field(default_factory=dict)
     """Candidates of all running groups."""
     stops: dict[str, list[CandidateId]] = field(default_factory=dict)
     """Verdicts on candidates of a group, to be carried out in its next step."""
-    launched_at_cuts: list[int] = field(default_factory=list)
-    """Number of launched candidates at each `cut_race`."""
+    cancelled: set[str] = field(default_factory=set)
+    """Groups that their next step cancels, after one more token."""
     recomputed: list[Sequence[str] | None] = field(default_factory=list)
     """Arguments of each call that recomputes KV."""
     last_step_s: float = 0.0
     """Time of the last step of any group."""
 
     def __post_init__(self) -> None:
-        self.shaping = FakeShaping(self.learning)
-        self.moves = FakeMoves(self.groups, lambda: self.num_running)
+        self.parts = {name: module.FAKE(self) for name, module in modules("fakes").items()}
 
     @property
     def calls(self) -> FakeEngine:
         return self
+
+    @property
+    def memories(self) -> Any:
+        """All that parts have learned."""
+        return self.steps.memories
 
     def part(self, kind: type[Kind]) -> Kind:
         found = self.find(kind)
@@ -165,26 +188,25 @@ class FakeEngine:
         return found
 
     def find(self, kind: type[Kind]) -> Kind | None:
-        parts = (self.learning, self.shaping, self.moves, *self.parts)
-        return next((part for part in parts if isinstance(part, kind)), None)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.moves.num_ranks
+        return next((part for part in self.parts.values() if isinstance(part, kind)), None)
 
     async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
         """Results of an operation, as of one rank."""
-        self.learning.check_alive()
-        answers: dict[Any, Callable[[Any], Any]] = {
-            CUT_RACE: self._cut_race,
-            WIDEN_RACE: lambda race: races_of(self.races[race.race_id]).widen(*race),
-            FORGET_RACE: lambda race_id: self.races.pop(race_id, None),
-            NUM_RACES: lambda _: len(self.races),
-            RECOMPUTE: self._recompute,
-        }
+        self.check_alive()
+        answers: dict[Any, Callable[[Any], Any]] = {RECOMPUTE: self._recompute}
+        for part in self.parts.values():
+            answers |= part.answers()
         return [answers[operation](argument)]
 
     tell_groups = call_all
+
+    def check_alive(self) -> None:
+        """Raises: EngineStopped when the engine is dead."""
+        if self.dead:
+            raise EngineStopped(
+                "the engine has stopped; restart the server and see its log for the reason.",
+                status=HTTPStatus.SERVICE_UNAVAILABLE,
+            )
 
     @property
     def num_running(self) -> int:
@@ -229,23 +251,16 @@ class FakeEngine:
 
     async def run_group(self, order: GroupOrder) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         group_id, plan, prompt, stream_tokens = order.group_id, order.plan, order.prompt, order.stream_tokens
-        place, beginnings = PLACE.of(order.said_once), order.beginnings
+        steps, beginnings, said = self.steps, order.beginnings, {**order.said_once, **order.said}
         self.outlooks[prompt.id] = order.outlook
         handle: Handle = prompt.handle
-        if (scoring := SCORING.of(order.said)) is not None:
-            scoring = replace(scoring, adapter=handle.adapter)
-        steps = group_steps(self.learning.judge)
-        if place is not None:
-            steps = self.races.setdefault(place.race_id, steps)
         running: dict[CandidateId, Candidate] = {}
         started = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
         next_index = plan.num_candidates if beginnings is None else beginnings.next_index
 
         def launch(index: int) -> Group:
             name = f"{group_id}-c{index}"
-            id, group = steps.launch(
-                group_id, plan.terms, index, request_id=name, adapter=handle.adapter, said=said(scoring, place)
-            )
+            id, group = steps.launch(group_id, plan.terms, index, request_id=name, adapter=handle.adapter, said=said)
             running[id] = self.candidates[id] = self._candidate(index, prompt, order.seed_name, started.get(index, ()))
             self.num_launched += 1
             return group
@@ -266,15 +281,15 @@ class FakeEngine:
                     del self.losses[prompt.id]
                     for id, candidate in running.items():
                         steps.ended(id, group, "failed", candidate.num_tokens)
-                    steps.close_step({}, lambda id: self.candidates[id].num_tokens)
+                    self._close_step(steps)
                     for candidate in running.values():
                         self.num_ended += 1
-                        yield self._end(candidate, group, handle)
+                        yield self._end(candidate, group_id, group, handle)
                     running.clear()
-                    if place is not None:  # another rank knows nothing of it
-                        self.races.pop(place.race_id, None)
+                    if self.steps is steps:
+                        self.steps = steps.fresh()  # another rank knows nothing of these groups
                     raise GroupLost("rank 1 of the engine died")
-                ended = self._step(steps, group, running, scoring)
+                ended = self._step(steps, group, running, handle.adapter)
                 num_deferred = sum(group.state(candidate.index) == "deferred" for candidate in ended)
                 self.num_aborted += num_deferred
                 self.num_ended += len(ended) - num_deferred
@@ -284,15 +299,18 @@ class FakeEngine:
                     if group.is_replaced(candidate.index):
                         launch(next_index)
                         next_index += 1
-                    yield self._end(candidate, group, handle)
+                    yield self._end(candidate, group_id, group, handle)
                 for candidate in tuple(running.values()):
                     if stream_tokens is not None and (chunk := candidate.take_chunk(stream_tokens)) is not None:
                         yield chunk
                 step += 1
         finally:
             self.num_aborted += len(running)
+            if running:
+                steps.drop(group_id)
             del self.groups[group_id]
             self.stops.pop(group_id, None)
+            self.cancelled.discard(group_id)
             for id in [id for id in self.candidates if id.group_id == group_id]:
                 del self.candidates[id]
 
@@ -303,7 +321,7 @@ class FakeEngine:
         return _text(prompt.token_ids)
 
     async def current_weight_version(self) -> str | None:
-        self.learning.check_alive()
+        self.check_alive()
         return self.weight_version
 
     def _recompute(self, names: Sequence[str] | None) -> int:
@@ -311,25 +329,17 @@ class FakeEngine:
         return 3
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        self.learning.check_alive()
-        for group_id in group_ids:
-            if group_id in self.groups:
-                self.groups[group_id].cancel(group_id)
+        self.check_alive()
+        self.cancelled.update(id for id in group_ids if id in self.groups)
 
     async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
-        self.learning.check_alive()
+        self.check_alive()
         for group_id, indices in candidates.items():
             if group_id in self.groups:
                 self.groups[group_id].give_up(group_id, indices)
 
-    def _cut_race(self, race_id: str) -> None:
-        self.launched_at_cuts.append(self.num_launched)
-        if race_id in self.races:
-            steps = self.races[race_id]
-            steps.part(RoundsStep).cut(race_id, steps)
-
     async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
-        self.learning.check_alive()
+        self.check_alive()
         running = [each for id, each in self.candidates.items() if id.group_id == group_id]
         offsets = [max(0, each.num_tokens - self.most_last_tokens) for each in running]
         return [
@@ -339,7 +349,7 @@ class FakeEngine:
 
     async def rank_counts(self) -> dict[int, RankCounts]:
         groups = HeldGroups(len(self.groups), 0)
-        return {rank: RankCounts(HeldGroups(0, 0) if rank else groups) for rank in range(self.moves.num_ranks)}
+        return {rank: RankCounts(HeldGroups(0, 0) if rank else groups) for rank in range(self.num_ranks)}
 
     def _candidate(self, index: int, prompt: PreparedPrompt, seed_name: str, before: Sequence[int]) -> Candidate:
         sampling: Sampling = prompt.handle.sampling
@@ -358,29 +368,35 @@ class FakeEngine:
         return Candidate(index, tokens[num:], logprobs[num:], end_reason, before=tokens[:num])
 
     def _step(
-        self, steps: GroupSteps, group: Group, running: dict[CandidateId, Candidate], scoring: Scoring | None
+        self, steps: GroupSteps, group: Group, running: dict[CandidateId, Candidate], adapter: str
     ) -> list[Candidate]:
         """One token for every running candidate; takes out and returns those that ended or were stopped."""
         own = next(iter(running)).group_id
         if stopped := self.stops.pop(own, None):
             return [running.pop(id) for id in stopped]
-        ended, due = [], {}
+        ended: list[CandidateId] = []
+        due: dict[str, dict[CandidateId, Any]] = {}
         for id, candidate in running.items():
             candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
+            terms = group.terms.parts.items()
             if candidate.num_tokens == len(candidate.token_ids):
-                seen = {}
-                if scoring is not None and judged(group).plan.final_score:
-                    seen[PRUNING] = self.learning.observe(candidate.token_ids, WHOLE)
+                last = {name: self.parts[name].observe_last(its, candidate.token_ids, adapter) for name, its in terms}
+                seen = {name: observation for name, observation in last.items() if observation is not None}
                 steps.ended(id, group, candidate.end_reason, candidate.num_tokens, seen)
                 ended.append(id)
-            elif scoring is not None:
-                reached = len(candidate.before) + candidate.num_tokens
-                if reached in judged(group).plan.scored_lengths:
-                    due[id] = self.learning.observe(candidate.before + candidate.token_ids, reached, scoring.adapter)
-        verdicts = steps.close_step({PRUNING: due} if due else {}, lambda id: self.candidates[id].num_tokens)
-        for id in verdicts.stop:
-            self.stops.setdefault(id.group_id, []).append(id)
+                continue
+            reached = len(candidate.before) + candidate.num_tokens
+            for name in [name for name, its in terms if reached in its.scored_lengths]:
+                seen = self.parts[name].observe(candidate.before + candidate.token_ids, reached, adapter)
+                due.setdefault(name, {})[id] = seen
+        if own in self.cancelled:
+            steps.cancel(own)
+        self._close_step(steps, due)
         return [running.pop(id) for id in (*ended, *self.stops.pop(own, ()))]
+
+    def _close_step(self, steps: GroupSteps, seen: Mapping[str, Mapping[CandidateId, Any]] | None = None) -> None:
+        for id in steps.close_step(seen or {}, lambda id: self.candidates[id].num_tokens).stop:
+            self.stops.setdefault(id.group_id, []).append(id)
 
     def _spans(self, num_tokens: int) -> list[dict[str, Any]]:
         if self.weight_version is None:
@@ -392,16 +408,13 @@ class FakeEngine:
             for (start, version), end in zip(starts.items(), ends, strict=True)
         ]
 
-    def _end(self, candidate: Candidate, group: Group, handle: Handle) -> CandidateEnd:
+    def _end(self, candidate: Candidate, group_id: str, group: Group, handle: Handle) -> CandidateEnd:
         state: CandidateState = group.state(candidate.index)
         num_tokens = candidate.num_tokens
         by_itself = state == "finished"
         truncated = by_itself and candidate.end_reason == "length"
         exact = state != "pruned" and candidate.end_reason == "stop" and num_tokens == len(candidate.token_ids)
         tokens = candidate.token_ids[:num_tokens]
-        notes = LOST.value(TooLate()) if is_lost(group) else {}
-        if (its := judged(group)) is not None:
-            notes |= SCORES.value(Scores(its.assessments.get(candidate.index), its.finals.get(candidate.index)))
         return CandidateEnd(
             ending=Ending(
                 candidate.index,
@@ -419,7 +432,7 @@ class FakeEngine:
             stop_reason=state if state in ("surplus", "pruned") else None,
             confidence=None,
             weight_versions=self._spans(num_tokens),
-            parts=notes,
+            parts=self.steps.notes(CandidateId(group_id, candidate.index), group),
             is_replaced=group.is_replaced(candidate.index),
             error=self.error if state == "failed" else None,
         )

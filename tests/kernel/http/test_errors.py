@@ -11,10 +11,9 @@ import pytest
 
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
-from vllm_rollout.config import MAX_BODY_BYTES, MAX_DETECTION_LENGTH
+from vllm_rollout.config import MAX_BODY_BYTES
 from vllm_rollout.kernel.http.answers import RolloutAnswer
 from vllm_rollout.kernel.http.boundary import HeldBodies, RolloutRoute
-from vllm_rollout.kernel.rules.fields import MAX_MIN_LABELS
 
 MEGABYTE = 2**20
 JSON = {"content-type": "application/json"}
@@ -135,56 +134,6 @@ BAD = {
     "message_deep": (prompts({"messages": [{"content": deep(40)}]}), 400, None, ["nested more than 32 levels"]),
 }  # fmt: skip
 
-
-def pruning(**fields: Any) -> dict[str, Any]:
-    return body(pruning={"detection_length": 8, **fields}, redundancy=2)
-
-
-BAD_PRUNING = {
-    # name: body, param, words of the message
-    "number": (body(pruning=8), "pruning", ["got 8", "detection_length"]),
-    "empty": (body(pruning={}), "pruning.detection_length", ["required", f"1 to {MAX_DETECTION_LENGTH}"]),
-    "detection_length_0": (pruning(detection_length=0), "pruning.detection_length", ["got 0", "from 1 to"]),
-    "detection_length_huge": (
-        pruning(detection_length=MAX_DETECTION_LENGTH + 1), "pruning.detection_length",
-        [f"got {MAX_DETECTION_LENGTH + 1}", f"1 to {MAX_DETECTION_LENGTH}"],
-    ),
-    "keep_ratio_0": (pruning(keep_ratio=0), "pruning.keep_ratio", ["got 0", "(0, 1]"]),
-    "keep_ratio_string": (pruning(keep_ratio="half"), "pruning.keep_ratio", ["got half", "(0, 1]"]),
-    "target_1": (pruning(target_positive_ratio=1), "pruning.target_positive_ratio", ["got 1", "(0, 1)"]),
-    "strength_negative": (pruning(strength=-1), "pruning.strength", ["got -1", "[0, 1000]"]),
-    "max_survival_above_1": (pruning(max_survival=1.1), "pruning.max_survival", ["got 1.1", "(0, 1]"]),
-    "survival_crossed": (
-        pruning(min_survival=0.6, max_survival=0.4), "pruning.min_survival",
-        ["at most pruning.max_survival", "0.6 and 0.4"],
-    ),
-    "max_survival_below_default": (
-        pruning(max_survival=0.01), "pruning.max_survival", ["pruning.min_survival", "0.05 and 0.01"],
-    ),
-    "keep_ratio_beyond_the_bounds": (
-        pruning(keep_ratio=0.5, min_survival=0.3, max_survival=0.3), "pruning.keep_ratio",
-        ["between pruning.min_survival and pruning.max_survival", "got 0.5", "0.3 and 0.3"],
-    ),
-    "rule_unknown": (pruning(rule="best"), "pruning.rule", ["got best", "'gradient' or 'paper'"]),
-    "min_labels_beyond_memory": (
-        pruning(min_labels=MAX_MIN_LABELS + 1), "pruning.min_labels", [f"1 to {MAX_MIN_LABELS}"],
-    ),
-    "unknown_field": (pruning(keep=0.5), "pruning.keep", ["not a field", "keep_ratio"]),
-    "lengths_twice": (pruning(detection_length=[8, 8], mode="shadow"), "pruning.detection_length", ["different ones"]),
-    "lengths_that_would_prune": (
-        pruning(detection_length=[8, 4], mode="active"), "pruning.detection_length",
-        ["several lengths are compared in shadow mode only"],
-    ),
-    "no_lengths": (pruning(detection_length=[]), "pruning.detection_length", ["at least 1 item"]),
-    "many_lengths": (pruning(detection_length=[1] * 7), "pruning.detection_length", ["at most 6 items"]),
-    "lengths_0": (pruning(detection_length=[0]), "pruning.detection_length.0", ["greater than or equal to 1"]),
-    "length_word": (pruning(detection_length="best"), "pruning.detection_length", ["'auto'"]),
-    "nothing_to_spare": (
-        body(pruning={"detection_length": 8}), "pruning.allow_fewer",
-        ["nothing could ever be pruned", "all 2 candidates", "(redundancy)", "pruning.allow_fewer to true"],
-    ),
-}  # fmt: skip
-BAD |= {f"pruning_{name}": (bad, 400, param, words) for name, (bad, param, words) in BAD_PRUNING.items()}
 
 RAW = {
     "nan_sampling": (b'{"sampling_params": {"temperature": NaN}}', "sampling_params.temperature", ["finite", "nan"]),
@@ -376,11 +325,3 @@ async def test_requests_on_their_way_hold_a_bounded_number_of_bytes(http, engine
     assert held.num_bytes == 0
     alone = body(prompts=[{"id": "q", "prompt": "t" * 4000}])
     assert (await http.post("/v1/rollouts", json=alone)).status_code == 200, "one alone may be larger"
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-Infinity"])
-@pytest.mark.parametrize("field", ["keep_ratio", "target_positive_ratio", "strength", "min_survival", "max_survival"])
-async def test_numbers_that_are_not_finite_are_explained(http, engine: FakeEngine, field, number):
-    fields = f'{{"pruning": {{"detection_length": 8, "{field}": {number}}}}}'.encode()
-    response = await post_beside_another(http, engine, content=raw(fields), headers=JSON)
-    check_error(response, 400, f"pruning.{field}", [])

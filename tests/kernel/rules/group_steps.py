@@ -1,17 +1,13 @@
 """Drives a Group by hand, and groups of candidates of known lengths step by step."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from tests.support.steps import group_steps, said
+from tests.support.steps import group_steps
 from vllm_rollout.kernel.rules.lifecycle import Group, Settlement
-from vllm_rollout.kernel.rules.step import Verdicts
+from vllm_rollout.kernel.rules.step import GroupSteps, Verdicts
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import CandidateId, EndReason
-from vllm_rollout.parts.pruning.rules.judge import Judge
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import Observation
-from vllm_rollout.parts.pruning.rules.step import PRUNING
-from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 
 def launched(group_size: int, num_candidates: int, early_stop: bool = True, *, patience: float | None = None) -> Group:
@@ -53,8 +49,8 @@ def play_steps(group: Group, steps: list[str]) -> list[Settlement]:
 class Run:
     """Candidates of known lengths, each one token longer per step."""
 
-    def __init__(self, judge: Judge | None = None, **kwargs: Any) -> None:
-        self.steps = group_steps(judge or Judge(), **kwargs)
+    def __init__(self, steps: GroupSteps | None = None, **settings: Any) -> None:
+        self.steps = group_steps(**settings) if steps is None else steps
         self.groups: dict[str, Group] = {}
         self.lengths: dict[CandidateId, int] = {}
         self.running: dict[CandidateId, int] = {}
@@ -62,26 +58,22 @@ class Run:
         self.ends: dict[CandidateId, tuple[str, int]] = {}
 
     def launch(
-        self,
-        group_id: str,
-        lengths: list[int],
-        terms: GroupTerms,
-        scoring: Scoring | None = None,
-        place: RacePlace | None = None,
+        self, group_id: str, lengths: list[int], terms: GroupTerms, said: Mapping[str, Any] | None = None
     ) -> None:
+        """`said`: values of each candidate for parts, by part."""
         for index, length in enumerate(lengths):
-            id, self.groups[group_id] = self.steps.launch(
-                group_id, terms, index, request_id=f"{group_id}-{index}", said=said(scoring, place)
-            )
+            request_id = f"{group_id}-{index}"
+            id, self.groups[group_id] = self.steps.launch(group_id, terms, index, request_id=request_id, said=said)
             self.lengths[id], self.running[id] = length, 0
 
-    def step(self, due: dict[CandidateId, Observation] | None = None) -> Verdicts:
+    def step(self, seen: Mapping[str, Mapping[CandidateId, Any]] | None = None) -> Verdicts:
+        """`seen`: observations by part."""
         for id in self.running:
             self.running[id] += 1
         for id in [id for id, tokens in self.running.items() if tokens == self.lengths[id]]:
             self.steps.ended(id, self.groups[id.group_id], "stop", self.running[id])
             self.ends[id] = "stop", self.running.pop(id)
-        verdicts = self.steps.close_step({PRUNING: due} if due else {}, lambda id: self.running[id])
+        verdicts = self.steps.close_step(seen or {}, lambda id: self.running[id])
         for id, state in verdicts.stop.items():
             self.ends[id] = state, self.running.pop(id)
         return verdicts

@@ -3,16 +3,16 @@
 import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.support.steps import pruned_by
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import GroupLengths, Ranking, conclude, lengths_of
+from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.kernel.rules.types import Ending
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 never = st.just(False)
 few_examples = settings(max_examples=60, deadline=None, database=None)
@@ -117,8 +117,19 @@ def test_a_group_is_complete_exactly_when_enough_finished(plan, pool):
     assert list(result.selected) == sorted(result.selected)
 
 
+class PruningTerms(PartTerms):
+    """Terms of a part that prunes."""
+
+    def __init__(self, allow_fewer: bool) -> None:
+        self.fields = SimpleNamespace(allow_fewer=allow_fewer)
+
+    @property
+    def pruning(self):
+        return self.fields
+
+
 def pruned(plan: GroupPlan, allow_fewer: bool = True) -> GroupPlan:
-    return replace(plan, parts=pruned_by(PruningPlan(8, allow_fewer=allow_fewer)))
+    return replace(plan, parts={"a part": PruningTerms(allow_fewer)})
 
 
 def test_a_group_that_pruning_left_smaller_is_complete_when_fewer_are_allowed():

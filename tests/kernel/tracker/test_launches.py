@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.scoring import ScoringTracker
 from vllm_rollout.kernel.tracker import arguments, dispatch
-from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
-from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
-from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 
 HIDDEN_SIZE, VOCAB_SIZE, PROMPT = 8, 32, 5
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -50,15 +47,18 @@ class Engine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.tracker = ScoringTracker(device)
-        shapes = (4, HIDDEN_SIZE), (4,), (4,), (1,)
-        head = HeadWeights(*(torch.zeros(shape, device=device) for shape in shapes))
-        self.tracker.scorer.heads = {HeadKey(length): PublishedHead(1, head) for length in (2, 6)}
+        self.tracker = self.new_tracker()
         self.num_computed: dict[str, int] = {}
 
-    def add(self, number: int, detection_length: int | None = 6) -> None:
+    def new_tracker(self) -> CandidateTracker:
+        return CandidateTracker(self.device)
+
+    def track(self, request_id: str) -> None:
+        self.tracker.add(request_id, PROMPT)
+
+    def add(self, number: int) -> None:
         for i in range(len(self.num_computed), len(self.num_computed) + number):
-            self.tracker.add_scored(f"r{i}", PROMPT, detection_length)
+            self.track(f"r{i}")
             self.num_computed[f"r{i}"] = PROMPT - 1
 
     def step(self, *, strangers: int = 0, unfinished: int = 0) -> Counter[str]:
@@ -78,17 +78,12 @@ class Engine:
         return watch.launched
 
 
-def test_no_step_makes_the_host_wait(monkeypatch):
+def test_no_step_makes_the_host_wait():
     engine = Engine(META)
-    engine.add(3)
-    engine.add(2, detection_length=2)
-    engine.add(2, detection_length=None)
+    engine.add(7)
     for number in range(8):
         engine.step(strangers=number % 2, unfinished=number % 3)
         engine.add(1)
-    due = engine.tracker.scored.due
-    assert due is not None
-    assert due.values.shape == (len(due.request_ids), 4)
 
 
 def test_the_watch_sees_what_waits():
@@ -99,12 +94,16 @@ def test_the_watch_sees_what_waits():
 
 
 @pytest.fixture
-def engine(monkeypatch):
+def as_on_a_gpu(monkeypatch) -> None:
     """On the CPU, where each operator of ours is one launch, as it is on a GPU."""
     for operator in ("token_confidence", "update_confidence"):
         if (implementation := dispatch.active_implementation("cpu", operator)).name != "c++":
             pytest.skip(implementation.reason)
     monkeypatch.setattr(arguments, "check_range", lambda *arguments: None)  # looks at CPU tensors only
+
+
+@pytest.fixture
+def engine(as_on_a_gpu) -> Engine:
     engine = Engine(CPU)
     engine.add(32)
     engine.step()
@@ -124,22 +123,16 @@ def test_new_candidates_strangers_and_prefill_chunks_cost_no_launch_and_no_copy_
 
 
 def test_what_the_host_knows_of_a_step_goes_to_the_device_in_one_copy(engine, monkeypatch):
-    copies = []
-    upload = ScoringTracker.upload
-    monkeypatch.setattr(ScoringTracker, "upload", lambda *arguments: copies.append(1) or upload(*arguments))
+    copies = count_copies(monkeypatch)
     for number in range(1, 6):
         engine.add(1)
         engine.step(strangers=1)
         assert len(copies) == number
-    assert engine.tracker.scored.due is not None
 
 
-def test_due_candidates_cost_the_same_launches_however_many_they_are(engine):
-    few, crowd = Engine(CPU), Engine(CPU)
-    few.add(1)
-    crowd.add(40)
-    launched = [few.step() for _ in range(6)]
-    assert [crowd.step() for _ in range(6)] == launched
-    assert len(crowd.tracker.scored.due.request_ids) == 40
-    assert launched[:5] == [STEADY] * 5
-    assert sum(launched[5].values()) < 60
+def count_copies(monkeypatch) -> list[int]:
+    """A list that gets one entry for each copy from now on."""
+    copies: list[int] = []
+    upload = CandidateTracker.upload
+    monkeypatch.setattr(CandidateTracker, "upload", lambda *arguments: copies.append(1) or upload(*arguments))
+    return copies

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from vllm.v1.engine import EngineCoreRequest
 
-from tests.kernel.worker.test_runner import Bare, Row, RunnerV1, moved_to, new_request, new_ring, observe
+from tests.kernel.worker.test_runner import Row, RunnerV1, new_request
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.tracker.rows import RowsPart, SeenRows
@@ -16,8 +15,6 @@ from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
 from vllm_rollout.kernel.worker import ports
 from vllm_rollout.kernel.worker.ports import HOOKS, WorkerPart, WorkerParts
 from vllm_rollout.kernel.worker.runner import observe_runner
-from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
-from vllm_rollout.parts.moving.worker.candidates import attach, detach
 
 
 class Listener(WorkerPart):
@@ -69,18 +66,10 @@ def step(runner: RunnerV1, *new: Any) -> Any:
 
 def test_a_part_hears_of_steps_and_of_weights_before_the_step_that_they_compute(runner, part, monkeypatch):
     monkeypatch.setattr(Changes, "num", 0)
-    first, _ = step(runner, new_request("a", 3, 9))
+    first, _ = step(runner, new_request("a", 3))
     Changes.num += 1
     second, _ = step(runner)
     assert part.heard == [("see_step", first), ("new_weights",), ("see_step", second)]
-
-
-def test_a_part_hears_of_candidates_that_have_run_elsewhere_and_of_the_end(part):
-    target = Bare()
-    target.parts = WorkerParts([("listener", part)])
-    moved_to(target, WorkerState())
-    target.parts.stop()
-    assert part.heard == [("arrived", "a", [5]), ("stop",)]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -96,7 +85,7 @@ def test_an_exception_of_a_part_is_counted_and_later_parts_hear_it_too(hook):
 
 def test_exceptions_of_a_part_are_reported(runner, part):
     part.raises_in = "see_step"
-    _, report = step(runner, new_request("a", 3, 9))
+    _, report = step(runner, new_request("a", 3))
     assert (report.failed, report.num_internal_errors) == ({}, 1)
 
 
@@ -150,7 +139,7 @@ class Shown(NamedTuple):
 
 
 def test_without_a_part_for_rows_confidences_are_reported_and_no_hidden_state_is_kept(runner):
-    _, report = step(runner, new_request("a", 3, 1))
+    _, report = step(runner, new_request("a", 3))
     assert np.isfinite(report.confidence).all()
     assert report.parts == {}
 
@@ -162,7 +151,7 @@ def test_parts_see_the_rows_of_candidates_that_they_want_each_its_own_arrays():
     runner = RunnerV1()
     observe_runner(runner, True, v2=False, cpu=False)
     runner.join(WorkerParts([("one", parts[0]), ("other", parts[1])], runner.observing.faults))
-    _, report = step(runner, new_request("a", 3, None, observed=False))
+    _, report = step(runner, new_request("a", 3, observed=False))
     assert report.parts["sums"] == [runner.hidden[0].sum().item()]
     assert np.isfinite(report.confidence).all()
     runner.candidate_tracker.discard("a")
@@ -189,29 +178,3 @@ def test_data_of_parts_travel_with_a_candidate():
     assert here.take("b") == {}
     there.put("a", here.take("a"))
     assert (one.came, other.came) == ([("a", b"data")], [])
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3])
-def test_a_scored_candidate_that_moves_is_scored_where_it_arrives(num_tokens):
-    """Its statistics and its features go along, by calls as of an engine core."""
-    runners = []
-    for _ in range(2):
-        runner = RunnerV1()
-        observe(runner, new_ring(), v2=False, cpu=False)
-        runner.requests, runner.uses_mrope = {}, False
-        runners.append(runner)
-    here, there = runners
-    request = new_request("a", 3, 2)
-    for number in range(num_tokens):
-        rows = [Row("a", 3 + number, 3 + number)]
-        scheduled = SimpleNamespace(rows=rows, scheduled_new_reqs=() if number else (request,), finished_req_ids=set())
-        here.execute_model(scheduled)
-        here.sample_tokens()
-    state = detach(here, ["a"])["a"]
-    assert (state.of_parts.keys() == {"pruning"}) == (num_tokens >= 2)
-    moved = EngineCoreRequest("a", [0] * 3, None, request.sampling_params, None, 0.0, None, None, None)
-    attach(there, [MovedCandidate(0, moved, [5] * num_tokens, 1, True, None, [], state)])
-    assert there.candidate_tracker.copy(["a"]) == here.candidate_tracker.copy(["a"])
-    scored_at = there.candidate_tracker.parts[0].scored_at("a")
-    assert scored_at == [2]
-    assert detach(there, ["a"])["a"] == state

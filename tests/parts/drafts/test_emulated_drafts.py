@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from tests.kernel.core.scheduler_runs import NO_AUDITS
 from tests.parts.emulation.emulated_run import EmulatedRun
-from tests.support.steps import group_terms, scores, scores_in
+from tests.parts.pruning.steps import group_terms, scores, scores_in
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, EndingNote
 from vllm_rollout.parts.drafts.acceptance import DraftSettings

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from tests.support.profiles import facts, point, profile_of
+from tests.parts.shaping.profiles import facts, point, profile_of
 from tests.tools.simulator.traces import FLAT, pool, run_rank
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.drafts.acceptance import DraftSettings, share_factor

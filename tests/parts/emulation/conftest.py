@@ -1,1 +1,2 @@
 from tests.kernel.api.conftest import parsed, refusal, restored  # noqa: F401
+from tests.kernel.core.conftest import loop, new_run  # noqa: F401

@@ -24,7 +24,6 @@ from vllm.v1.request import RequestStatus
 from tests.kernel.api.stepped_llm import let_everybody_run
 from tests.kernel.core.scheduler_runs import TracedRun
 from tests.parts.moving.moving_runs import Core
-from tests.support.steps import said
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine import VLLMEngine
@@ -38,7 +37,6 @@ from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.moving.api.moving import EngineMoves
 from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.rules.placement import PredictedRanks
-from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 
 class Rank(Core):
@@ -210,11 +208,9 @@ class Cluster:
         lengths: list[int],
         group_size: int,
         process: int = 0,
-        place: RacePlace | None = None,
         **kwargs: Any,
     ) -> None:
         """A group begins, and somebody reads it."""
-        kwargs["said"] = said(place=place)
         self.readers[group_id] = asyncio.create_task(self._read(group_id, lengths, group_size, process, kwargs))
 
     async def _read(self, group_id: str, lengths: list[int], group_size: int, process: int, kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from examples import freed_ranks
 from tests.kernel.http.conftest import serving
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.kernel.http.fake_parts import FakeMoves
+from tests.parts.moving.fakes import FakeMoves
 from tests.support.waiting import eventually
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.http.answers import (
@@ -38,7 +38,7 @@ async def states(http: httpx.AsyncClient) -> list[str]:
 
 
 async def test_a_rank_is_drained_and_restored(engine: FakeEngine, http: httpx.AsyncClient):
-    engine.moves.num_ranks = 3
+    engine.num_ranks = 3
     assert await states(http) == ["active"] * 3
     for _ in range(2):
         answer = await http.post("/v1/engines/1/drain")
@@ -55,7 +55,7 @@ async def test_a_rank_is_drained_and_restored(engine: FakeEngine, http: httpx.As
 @pytest.mark.parametrize("action", ["drain", "restore"])
 @pytest.mark.parametrize(("num_ranks", "allowed"), [(1, "only rank 0"), (4, "ranks 0 to 3")])
 async def test_a_rank_that_is_not_there(engine: FakeEngine, http: httpx.AsyncClient, action, num_ranks, allowed):
-    engine.moves.num_ranks = num_ranks
+    engine.num_ranks = num_ranks
     answer = await http.post(f"/v1/engines/4/{action}")
     assert answer.status_code == 404
     assert allowed in answer.json()["error"]["message"]
@@ -66,7 +66,7 @@ async def test_a_rank_that_is_not_there(engine: FakeEngine, http: httpx.AsyncCli
     ("0", {"timeout_s": 1e9}, "timeout_s"), ("0", {"wait": True}, "wait"), ("0", {"timeout_s": "soon"}, "timeout_s"),
 ])  # fmt: skip
 async def test_bad_input_is_named(engine: FakeEngine, http: httpx.AsyncClient, rank, body, param):
-    engine.moves.num_ranks = 2
+    engine.num_ranks = 2
     answer = await http.post(f"/v1/engines/{rank}/drain", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
@@ -74,8 +74,8 @@ async def test_bad_input_is_named(engine: FakeEngine, http: httpx.AsyncClient, r
 
 
 async def test_what_moved_is_told_of_each_rank(engine: FakeEngine, http: httpx.AsyncClient):
-    engine.moves.num_ranks = 2
-    engine.moves.arrived[1] = 0.25, ArrivedKV(2, 24, 1, TransferCost(1e-5, 16))
+    engine.num_ranks = 2
+    engine.part(FakeMoves).arrived[1] = 0.25, ArrivedKV(2, 24, 1, TransferCost(1e-5, 16))
     names = ("moving_s", "num_moved_in_with_kv", "num_kv_blocks_in", "num_kv_fallbacks", "kv_seconds_per_token")
     ranks = (await http.get("/v1/engines")).json()["engines"]
     assert [[rank[name] for name in names] for rank in ranks] == [[0.0, 0, 0, 0, None], [0.25, 2, 24, 1, 1e-5]]
@@ -85,9 +85,9 @@ PROMPTS = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(8)]
 
 
 async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_after_it(engine, app):
-    engine.moves.num_ranks = 4
+    engine.num_ranks = 4
     engine.step_s = 0.002
-    await engine.moves.drain(3, 0.0)  # by somebody else
+    await engine.part(FakeMoves).drain(3, 0.0)  # by somebody else
     seen: list[list[str]] = []
     with serving(app) as url:
         async with AsyncRolloutClient(url) as client, httpx.AsyncClient(base_url=url) as http:
@@ -126,7 +126,6 @@ class PlannedMoves(FakeMoves):
 
 async def scaled_down(moves: PlannedMoves) -> ScaleDownWatch:
     """A rollout that has got its ranks, or not."""
-    moves.num_ranks = 4
     watch = ScaleDownWatch(moves, "rollout", 4, time.monotonic)
     told: asyncio.Queue[RanksFreeEvent] = asyncio.Queue()
     watch.begin(told.put)
@@ -137,14 +136,15 @@ async def scaled_down(moves: PlannedMoves) -> ScaleDownWatch:
 
 
 async def test_a_rollout_that_cannot_free_all_it_wanted_frees_none():
-    moves = PlannedMoves()
+    moves = PlannedMoves(FakeEngine(num_ranks=4))
     moves.trainers = (0, 1)
     await scaled_down(moves)
     assert moves.held == {0, 1}
 
 
 async def test_ranks_are_taken_back_also_when_nobody_waits_for_it(engine: FakeEngine):
-    engine.moves = moves = PlannedMoves()
+    engine.num_ranks = 4
+    engine.parts["moving"] = moves = PlannedMoves(engine)
     watch = await scaled_down(moves)
     assert moves.held == {2, 3}
     service = RolloutService(engine, Metrics(CollectorRegistry()))
@@ -161,8 +161,8 @@ async def test_ranks_are_taken_back_also_when_nobody_waits_for_it(engine: FakeEn
 
 
 async def test_no_rank_is_freed_where_the_rest_has_no_room(engine, http: httpx.AsyncClient):
-    engine.moves.num_ranks = 2
-    await engine.moves.drain(1, 0.0)
+    engine.num_ranks = 2
+    await engine.part(FakeMoves).drain(1, 0.0)
     body = {"prompts": PROMPTS, "group_size": 2, "scale_down": "auto"}
     answer = (await http.post("/v1/rollouts", json=body)).json()
     assert answer["freed"] is None
@@ -171,7 +171,7 @@ async def test_no_rank_is_freed_where_the_rest_has_no_room(engine, http: httpx.A
 
 
 async def test_a_trainer_starts_when_ranks_are_free_and_the_next_rollout_waits_for_it(engine, app, monkeypatch):
-    engine.moves.num_ranks = 2
+    engine.num_ranks = 2
     engine.step_s = 0.002
     happened = []
 

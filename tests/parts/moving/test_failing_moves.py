@@ -11,12 +11,9 @@ import pytest
 from tests.kernel.core.scheduler_runs import assert_nothing_left
 from tests.parts.moving.moving_runs import assert_both_end
 from tests.parts.moving.ranked_llm import Cluster
-from tests.support.steps import races_of
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs
 from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import Parcel
-from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
-from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 pytestmark = pytest.mark.anyio
 
@@ -238,41 +235,3 @@ async def test_a_group_that_is_cancelled_on_its_way_is_deferred_where_it_arrives
     assert move.outcome == "moved"
     assert cluster.ends == {candidate: ["deferred"] for candidate in SAID}
     assert_nothing_held(cluster)
-
-
-async def test_a_race_that_becomes_wider_reaches_a_group_on_its_way(new_cluster):
-    cluster = new_cluster()
-    moving = await in_a_parcel(cluster, place=RacePlace("round", 1, 0))
-    widening = asyncio.create_task(cluster.engine.calls.tell_groups(WIDEN_RACE, WiderRace("round", 2)))
-    (move, _) = await cluster.done(moving, widening)
-    assert move.outcome == "moved"
-    (rank,) = cluster.cores_of("g")
-    cluster.start("h", [3, 3], 2, data_parallel_rank=rank, place=RacePlace("round", 1, 1))
-    await cluster.done(*cluster.readers.values())
-    assert cluster.ends["g", 0] == ["finished"]  # the race was not over with the other group
-
-
-@pytest.mark.thorough
-async def test_a_race_that_is_made_wider_after_its_cut_stays_open(new_cluster):
-    """Both have to wait for a group that moves."""
-    cluster = new_cluster()
-    moving = await in_a_parcel(cluster)
-    cutting = asyncio.create_task(cluster.engine.calls.tell_groups(CUT_RACE, "round"))
-    await cluster.turn()
-    widening = asyncio.create_task(cluster.engine.calls.tell_groups(WIDEN_RACE, WiderRace("round", 2)))
-    await cluster.done(moving, cutting, widening)
-    cluster.start("h", [3, 3], 2, place=RacePlace("round", 2, 1))
-    await cluster.done(*cluster.readers.values())
-    assert cluster.ends["h", 0] == cluster.ends["h", 1] == ["finished"]
-
-
-async def test_a_candidate_that_is_launched_after_its_race_was_cut_does_not_run(new_cluster):
-    """It was on its way when the others were told."""
-    cluster = new_cluster()
-    await cluster.done(asyncio.create_task(cluster.engine.calls.tell_groups(CUT_RACE, "round")))
-    cluster.start("g", LENGTHS, 2, place=RacePlace("round", 1, 0))
-    await cluster.done(*cluster.readers.values())
-    assert cluster.ends == {candidate: ["deferred"] for candidate in SAID}
-    assert all(len(said) <= 2 for said in cluster.said.values())
-    await cluster.done(asyncio.create_task(cluster.engine.calls.tell_groups(FORGET_RACE, "round")))
-    assert all(len(races_of(core.scheduler)) == 0 for core in cluster.cores)

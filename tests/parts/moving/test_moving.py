@@ -3,15 +3,10 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
-from tests.kernel.core.scheduler_runs import add_group, assert_nothing_left, prune_by_sign
+from tests.kernel.core.scheduler_runs import add_group, assert_nothing_left
 from tests.parts.moving.moving_runs import assert_both_end, assert_each_once, ids_and_lengths
-from tests.support.steps import judge_of, races_of, scores
-from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, PruningPlan
-from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 
 def test_a_group_goes_on_elsewhere_as_if_nothing_had_happened(new_ranks):
@@ -106,49 +101,6 @@ def test_a_stop_string_across_the_move_is_found(new_ranks):
         assert_nothing_left(each)
 
 
-def test_scores_and_verdicts_continue(new_ranks):
-    plan = PruningPlan(detection_length=32, keep_ratio=0.5, target_positive_ratio=0.5)
-    ranks = new_ranks()
-    for run in ranks.runs:
-        prune_by_sign(run, 32)
-    ids = add_group(
-        ranks.runs[0], "g", [60] * 4, group_size=2, pruning=plan, logits=[1.0, -1.0, 1.0, -1.0], early_stop=False
-    )
-    ranks.until("g-0", 20)
-    ranks.move("g")
-    ranks.until("g-0", 40)
-    ranks.move("g", source=1, epoch=2)
-    ranks.run()
-    run = ranks.runs[0]
-    assert [run.state(id) for id in ids] == ["finished", "pruned", "finished", "pruned"]
-    assert scores(run.note("g-0")).assessment.score == 1.0
-    ledger = judge_of(ranks.runs[0].scheduler).ledger
-    assert [ledger.reward("rollout", "g", index, 1.0)[0] for index in range(4)] == [
-        "accepted", "unknown", "accepted", "unknown",
-    ]  # fmt: skip
-    ledger = judge_of(ranks.runs[1].scheduler).ledger
-    assert [ledger.reward("rollout", "g", index, 1.0)[0] for index in range(4)] == [
-        "unknown", "unfinished", "unknown", "unfinished",
-    ]  # fmt: skip
-
-
-def test_what_a_moved_candidate_teaches_is_its_adapters(new_ranks):
-    plan = PruningPlan(detection_length=32, mode="shadow", allow_fewer=True)
-    ranks = new_ranks()
-    lora = LoRARequest("a", 1, "/a")
-    add_group(ranks.runs[0], "g", [60] * 2, 2, pruning=plan, logits=[1.0, -1.0], lora_request=lora)
-    ranks.until("g-0", 20)
-    ranks.move("g")
-    ranks.run()
-    first, second = (judge_of(run.scheduler) for run in ranks.runs)
-    assert list(second.memories.all()) == ["", "a"]
-    assert list(second.known("a").learnings) == [32]
-    assert second.memory.learnings == {}
-    assert list(first.memories.all()) == [""]
-    _, _, labels = second.reward("rollout", [Reward("g", index, 1.0, True) for index in range(2)])
-    assert [label.key for label in labels] == [HeadKey(32, "a")] * 2
-
-
 def test_patience_goes_on(new_ranks):
     ranks = new_ranks()
     lengths = [20, 30, 200, 300]
@@ -158,23 +110,6 @@ def test_patience_goes_on(new_ranks):
     ranks.run()
     assert [ranks.runs[0].num_tokens(id) for id in ids] == [20, 30, 60, 60]
     assert_each_once(ranks, ids_and_lengths(ids, lengths))
-
-
-def test_a_group_takes_its_place_in_a_race_along(new_ranks):
-    ranks = new_ranks()
-    for position, lengths in enumerate([[50, 60], [30, 30], [90, 90]]):
-        run = ranks.runs[position % 2]
-        add_group(run, f"g{position}", lengths, group_size=2, place=RacePlace("round", 2, position))
-    ranks.until("g0-0", 20)
-    ranks.move("g0")
-    ranks.move("g1", source=1, epoch=2)
-    ranks.move("g1", source=0, epoch=3)
-    ranks.run()
-    states = ranks.runs[0].states()
-    assert states["g0-0"] == states["g1-0"] == "finished"
-    assert states["g2-0"] == "finished"  # alone in its race on rank 0: who counts over ranks is the API process
-    for run in ranks.runs:
-        assert races_of(run.scheduler)._race_of == {}
 
 
 def test_a_group_that_waits_for_candidates_waits_elsewhere(new_ranks):

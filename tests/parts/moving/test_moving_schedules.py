@@ -18,6 +18,7 @@ from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.rules.placement import TRAINER
 from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.rounds.rules.step import PLACE
 
 NUM_SCHEDULES = 6
 NUM_EVENTS = 60
@@ -53,16 +54,16 @@ class Schedule:
     def start(self) -> None:
         if len(self.lengths) == MAX_GROUPS:
             return
-        chance, group_id, place, pinned_rank = self.chance, f"g{len(self.lengths)}", None, None
+        chance, group_id, said, pinned_rank = self.chance, f"g{len(self.lengths)}", None, None
         if chance.random() < 0.3:
             race = chance.choice(list(self.num_wanted))
-            place = RacePlace(race, self.num_wanted[race], len(self.lengths))
+            said = PLACE.value(RacePlace(race, self.num_wanted[race], len(self.lengths)))
         if chance.random() < 0.1:
             pinned_rank = self.rank()
         lengths = self.lengths[group_id] = [chance.randint(3, 90) for _ in range(chance.randint(2, 4))]
         process = self.process_of[group_id] = chance.randrange(len(self.cluster.llms))
         size = chance.randint(1, len(lengths))
-        self.cluster.start(group_id, lengths, size, process, place=place, data_parallel_rank=pinned_rank)
+        self.cluster.start(group_id, lengths, size, process, said=said, data_parallel_rank=pinned_rank)
 
     def drain(self) -> None:
         owner = self.chance.choice([TRAINER, "rollout"])

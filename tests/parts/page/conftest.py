@@ -1,2 +1,2 @@
 from tests.kernel.api.conftest import parsed, refusal, restored  # noqa: F401
-from tests.kernel.http.conftest import app, clock, engine, http, service  # noqa: F401
+from tests.kernel.http.conftest import app, engine, http  # noqa: F401

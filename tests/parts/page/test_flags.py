@@ -16,3 +16,9 @@ def test_a_recording_that_cannot_be_written_is_refused(refusal, tmp_path):
     assert "must be a whole number of MiB, 0 for no bound, got '-1'" in refusal("--rollout-record-max-mib", "-1")
     said = refusal("--rollout-record", str(tmp_path / "nowhere" / "file"))
     assert "No such file or directory. Name a file that can be written." in said
+
+
+def test_a_switch_of_a_configuration_file_is_never_left_out_silently(refusal, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("enable-rollout-page: false\n")
+    assert "Write no-enable-rollout-page: true" in refusal("--config", str(config))

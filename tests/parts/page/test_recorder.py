@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def app(engine: FakeEngine, path: Path):
-    return make_app(engine, TraceRecorder(path))
+    return make_app(engine, recorder=TraceRecorder(path))
 
 
 def body(*ids: str, **fields) -> dict:
@@ -127,7 +127,7 @@ async def test_rewards_that_come_while_their_round_runs_are_in_its_row_and_told(
 
 
 async def test_what_the_server_grades_is_in_the_row_once(engine, path):
-    app = make_app(engine, TraceRecorder(path), graders=FakeGraders())
+    app = make_app(engine, recorder=TraceRecorder(path), graders=FakeGraders())
     fields = {"pruning": {"detection_length": 2, "mode": "shadow"}, "sampling_params": {"min_tokens": 20}}
     await post(app, body("a", reward="even", **fields))
     (line,) = path.read_text().splitlines()
@@ -187,7 +187,7 @@ async def test_a_full_disk_spoils_no_rollout_and_what_comes_when_there_is_room_i
     engine, path, caplog, monkeypatch
 ):
     recorder = TraceRecorder(path)
-    app = make_app(engine, recorder)
+    app = make_app(engine, recorder=recorder)
     room = 0
 
     def write(file: FileIO, data: bytes) -> int:

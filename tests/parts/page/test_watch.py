@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
+from tests.parts.moving.fakes import FakeMoves
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.engine import CandidateTokens
 from vllm_rollout.parts.moving.rules.load import RankState, RunningGroup
@@ -82,7 +83,7 @@ def is_over(name: str, data: Any) -> bool:
 async def test_a_viewer_sees_groups_begin_run_and_end_and_at_last_what_the_file_has(engine: FakeEngine, tmp_path: Path):
     engine.step_s, engine.lengths = 0.02, {0: 40, 1: 5, 2: 38, 3: 30}
     path = tmp_path / "trace.jsonl"
-    with serving(make_app(engine, TraceRecorder(path))) as url:
+    with serving(make_app(engine, recorder=TraceRecorder(path))) as url:
         async with watching(url) as viewer, httpx.AsyncClient(base_url=url, timeout=30) as http:
             server = await viewer.until(lambda name, _: name == "server")
             assert (server["num_ranks"], server["live"]) == (1, True)
@@ -109,13 +110,13 @@ async def test_a_viewer_sees_groups_begin_run_and_end_and_at_last_what_the_file_
 
 async def test_the_engine_is_asked_only_while_somebody_looks(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
     asked: list[float] = []
-    states = engine.moves.rank_states
+    states = engine.part(FakeMoves).rank_states
 
     async def counted() -> list[RankState]:
         asked.append(asyncio.get_running_loop().time())
         return await states()
 
-    monkeypatch.setattr(type(engine.moves), "rank_states", lambda self: counted())
+    monkeypatch.setattr(FakeMoves, "rank_states", lambda self: counted())
     app = make_app(engine)
     with serving(app) as url:
         async with httpx.AsyncClient(base_url=url) as http:
@@ -136,7 +137,7 @@ async def test_viewers_are_told_also_while_the_engine_says_nothing(engine, monke
     async def fails(self: Any) -> list[RankState]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(type(engine.moves), "rank_states", fails)
+    monkeypatch.setattr(FakeMoves, "rank_states", fails)
     with serving(make_app(engine)) as url:
         async with watching(url) as viewer:
             for _ in range(2):
@@ -170,47 +171,6 @@ async def test_a_client_that_leaves_and_a_rank_that_dies_are_seen(engine: FakeEn
             with pytest.raises(httpx.ReadTimeout):
                 await http.post("/v1/rollouts", json=body("b", sampling_params={"min_tokens": 4000}), timeout=0.2)
             assert (await viewer.until(is_over))["state"] == "left"
-
-
-async def test_rewards_that_a_trainer_posts_are_told_also_to_who_comes_later(engine: FakeEngine):
-    fields = {"pruning": {"detection_length": 4, "mode": "shadow"}, "early_stop": False}
-    rewards = {
-        "rewards": [{"prompt_id": "a", "index": 0, "reward": 1.0}, {"prompt_id": "no", "index": 0, "reward": 1.0}]
-    }
-    engine.lengths = dict.fromkeys(range(4), 20)
-    with serving(make_app(engine)) as url:
-        async with watching(url) as viewer, httpx.AsyncClient(base_url=url) as http:
-            await viewer.until(lambda name, _: name == "server")
-            id = (await http.post("/v1/rollouts", json=body("a", **fields))).json()["id"]
-            assert (await http.post(f"/v1/rollouts/{id}/rewards", json=rewards)).status_code == 200
-            told = await viewer.until(lambda name, _: name == "rewards")
-            async with watching(url) as later:
-                assert await later.until(lambda name, _: name == "rewards") == told
-    assert told == {"rollout_id": id, "rewards": [{"prompt_id": "a", "index": 0, "reward": 1.0}]}
-
-
-async def test_rounds_are_told_with_their_fates_and_the_first_of_the_queue(engine: FakeEngine, monkeypatch):
-    monkeypatch.setattr(viewers, "MAX_QUEUE", 1)
-    engine.step_s = 0.002
-    with serving(make_app(engine)) as url:
-        async with watching(url) as viewer, httpx.AsyncClient(base_url=url, timeout=30) as http:
-            run = {
-                "id": "r",
-                "group_size": 2,
-                "prompts_per_round": 2,
-                "prompt_speculation": 2,
-                "response_speculation": 1,
-            }
-            assert (await http.post("/v1/runs", json=run)).status_code == 201
-            prompts = [{"id": f"q{i}", "prompt": f"prompt {i}"} for i in range(4)]
-            await http.post("/v1/runs/r/rounds", json={"prompts": prompts})
-            told = await viewer.until(lambda name, _: name == "round")
-            row = await viewer.until(is_over)
-    assert (row["run"], row["round"], row["kind"]) == ("r", told["round"], "short")
-    fates = [prompt["status"] for prompt in row["prompts"]]
-    assert (fates.count("complete"), fates.count("deferred")) == (2, 2)
-    assert (told["run"], told["num_waiting"], len(told["deferred"])) == ("r", 2, 2)
-    assert (told["queue"], told["num_queued"]) == (told["deferred"][:1], 2)
 
 
 async def test_texts_are_there_while_it_runs_and_if_somebody_looked_at_its_end(engine: FakeEngine, app: FastAPI):
@@ -248,9 +208,9 @@ async def test_what_runs_tells_its_last_tokens_until_it_ends(
             path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
             first, later = [(await http.get(path)).json()["candidates"] for _ in range(2)]
             await asyncio.sleep(0.01)
-            engine.learning.dead = True
+            engine.dead = True
             unheard = (await http.get(path)).json()["candidates"]
-            engine.learning.dead = False
+            engine.dead = False
             (group,) = (await answering).json()["groups"]
             last = (await http.get(path)).json()["candidates"]
     whole = {t["index"]: t["text"] for t in group["trajectories"]}

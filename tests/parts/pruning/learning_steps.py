@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.parts.pruning.fake_learning import succeeded
+from tests.parts.pruning.fakes import succeeded
 from vllm_rollout.kernel.http.answers import RolloutAnswer
 from vllm_rollout.kernel.http.rewards import RewardsAnswer
 

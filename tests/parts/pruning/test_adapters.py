@@ -7,10 +7,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.kernel.http.fake_engine import FakeEngine
+from tests.kernel.http.fake_engine import MODEL, FakeEngine
 from tests.kernel.http.test_errors import check_error
-from tests.parts.pruning.fake_learning import MODEL, succeeded
+from tests.parts.pruning.fakes import FakeLearning, succeeded
 from tests.parts.pruning.learning_steps import DETECTION_LENGTH, PRUNING, post, rewards_of, roll, teach
+from tests.parts.shaping.fakes import FakeShaping
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.parts.pruning.http.body import HEAD_HEADER
@@ -50,10 +51,11 @@ async def test_redundancy_auto_goes_by_the_adapters_own_lengths(http, engine: Fa
         engine.lengths = lengths
         assert (await http.post("/v1/rollouts", json={**body, "model": model})).status_code == 200
     keys = ["id:x", "id:y"]
-    means = [[known.mean for known in (await engine.shaping.length_history(keys, model)).prompts] for model in "ab"]
+    shaping = engine.part(FakeShaping)
+    means = [[known.mean for known in (await shaping.length_history(keys, model)).prompts] for model in "ab"]
     assert means[0] == [3, 3]
     assert min(means[1]) > 10
-    assert (await engine.shaping.length_history(keys)).prompts == [None, None]
+    assert (await shaping.length_history(keys)).prompts == [None, None]
     auto = {**body, "redundancy": "auto", "model": MODEL}
     answer = (await http.post("/v1/rollouts", json=auto)).json()
     assert [group["allocation"]["std_tokens"] for group in answer["groups"]] == [None, None]
@@ -79,12 +81,12 @@ async def test_a_head_is_put_in_an_adapters_place_and_scores_its_candidates(http
     weights = (await http.get(HEAD)).content
     answer = await http.put(HEAD, params={"model": ODD}, content=weights)
     assert (answer.status_code, answer.json()["adapter"]) == (200, ODD)
-    assert set(engine.learning.heads) == {HeadKey(DETECTION_LENGTH), HeadKey(DETECTION_LENGTH, ODD)}
+    assert set(engine.part(FakeLearning).heads) == {HeadKey(DETECTION_LENGTH), HeadKey(DETECTION_LENGTH, ODD)}
     got = await http.get(HEAD, params={"model": ODD})
     assert metadata_of(got.content) == metadata_of(weights), "the file says what model the states are of"
     assert json.loads(got.headers[HEAD_HEADER])["adapter"] == ODD
     shadow = {"detection_length": DETECTION_LENGTH, "mode": "shadow"}
-    for model, version in ((ODD, engine.learning.heads[HeadKey(DETECTION_LENGTH)].version), ("a", 0)):
+    for model, version in ((ODD, engine.part(FakeLearning).heads[HeadKey(DETECTION_LENGTH)].version), ("a", 0)):
         answer = await roll(http, model=model, pruning=shadow)
         assert {each.head_version for group in answer.groups for each in group.trajectories} == {version}
 
@@ -108,7 +110,7 @@ async def test_rewards_of_several_names_come_in_one_post(http, engine: FakeEngin
     assert posted["counts"]["accepted"] == len(rewards)
     assert posted["head_versions"] == {"8": 0}
     assert posted["adapter_head_versions"] == {"a": {"8": 0}, "b": {"8": 0}}
-    assert set(engine.learning.heads) == {HeadKey(DETECTION_LENGTH, adapter) for adapter in ("", "a", "b")}
+    assert set(engine.part(FakeLearning).heads) == {HeadKey(DETECTION_LENGTH, adapter) for adapter in ("", "a", "b")}
 
 
 async def gauges(http: httpx.AsyncClient, name: str) -> dict[str, float]:
@@ -140,7 +142,7 @@ def test_the_client_brings_heads_reports_prompts_and_state_back_by_name(client: 
     assert (client.prompts(model="a").num_prompts, client.prompts().num_prompts) == (1, 0)
     (only,) = client.prompts(model="a", sort="success", limit=1).data
     assert client.prompts(model="a", after=only.key).data == []
-    engine.learning.heads.clear()
+    engine.part(FakeLearning).heads.clear()
     assert client.set_quality_head(head.weights, model="b").adapter == "b"
     assert metadata_of(client.quality_head(8, "b").weights) == metadata_of(head.weights)
     client.set_state(state)

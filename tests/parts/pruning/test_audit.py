@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.steps import pruned_by
+from tests.parts.pruning.steps import pruned_by
 from vllm_rollout.kernel.rules.plan import make_plan
 from vllm_rollout.parts.pruning.rules.audit import MAX_ANSWERS, MAX_KINDS, AnswerAudits, AuditTurns, draw_audit
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan

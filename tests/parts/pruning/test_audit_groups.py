@@ -9,16 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernel.rules.group_steps import ENDS, Run, states
-from tests.kernel.rules.test_step import PLAN, SCORING, seen, warm_judge
 from tests.parts.pruning.reports import report_of
-from tests.support.steps import group_steps, group_terms, judged, said
+from tests.parts.pruning.steps import group_terms, judged, said, steps_of
+from tests.parts.pruning.test_step import PLAN, SCORING, seen, warm_judge
 from vllm_rollout.kernel.rules.lifecycle import Group, Settlement
 from vllm_rollout.kernel.rules.step import LaunchRefused
 from vllm_rollout.kernel.rules.types import CandidateId
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
-from vllm_rollout.parts.pruning.rules.step import PruningStep
+from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
 
 F, S, X, R = "finished", "surplus", "failed", "running"
 FOUR = "launch, launch, launch, launch"
@@ -72,7 +71,7 @@ def test_without_early_stop_everybody_has_a_place():
 
 def audited(*terms: Any, **others: Any) -> tuple[Group, Callable[[list[str]], list[Settlement]]]:
     """An audit group without a candidate, and a function that plays steps as `play_steps` does."""
-    steps, group_id = group_steps(warm_judge()), "a"
+    steps, group_id = steps_of(warm_judge()), "a"
     its_terms = group_terms(*terms, **others, pruning=PLAN, audit_ratio=1.0)
     group = Group(its_terms)
     steps._table.put(group_id, group)
@@ -100,7 +99,7 @@ def audited(*terms: Any, **others: Any) -> tuple[Group, Callable[[list[str]], li
 @given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 3))
 def test_whatever_the_lengths_the_first_that_come_are_those_that_finish(group_size, lengths, pause):
     """Siblings come one by one, `pause` steps apart."""
-    run = Run(Judge())
+    run = Run()
     terms = group_terms(group_size, len(lengths), pruning=PLAN, audit_ratio=1.0)
     for index, length in enumerate(lengths):
         id, run.groups["a"] = run.steps.launch("a", terms, index, said=said(SCORING))
@@ -115,7 +114,7 @@ def test_whatever_the_lengths_the_first_that_come_are_those_that_finish(group_si
 
 
 def test_the_first_candidate_s_seed_draws_and_all_of_the_group_agree():
-    run = Run(Judge())
+    run = Run()
     terms = group_terms(2, 4, pruning=PLAN, audit_ratio=0.3)
     drawn = []
     for number in range(200):
@@ -127,14 +126,14 @@ def test_the_first_candidate_s_seed_draws_and_all_of_the_group_agree():
         assert plans == {PLAN.audited(races=True) if judged(group).audit else PLAN}
         drawn.append(judged(group).audit)
     assert 30 < sum(drawn) < 90, "60 are expected; by the seeds, always as many"
-    again = Run(Judge())
+    again = Run()
     for number in range(200):
         again.steps.launch(f"g{number}", terms, said=said(Scoring(f"g{number}", "q", 10 * number)))
     assert [judged(again.steps._table.find(f"g{number}")).audit for number in range(200)] == drawn
 
 
 def test_siblings_say_the_same_share():
-    run = Run(Judge())
+    run = Run()
     run.steps.launch("a", group_terms(2, 4, pruning=PLAN, audit_ratio=0.05), said=said(SCORING))
     with pytest.raises(LaunchRefused, match=r"audit_ratio of this group is 0.05, as its first candidate said, got 0.5"):
         run.steps.launch("a", group_terms(2, 4, pruning=PLAN, audit_ratio=0.5), said=said(SCORING))
@@ -146,13 +145,14 @@ def test_siblings_say_the_same_share():
 def test_nobody_is_pruned_in_an_audit_group_and_its_labels_say_so(num_spare, ratio, origin):
     """In a group without spare candidates nobody races, and shadow mode prunes nobody."""
     judge = warm_judge()
-    run = Run(judge)
+    run = Run(steps_of(judge))
     plan = PLAN if num_spare else replace(PLAN, mode="shadow")
     terms = group_terms(4 - num_spare, 4, pruning=plan, early_stop=False, audit_ratio=ratio)
-    run.launch("a", [9, 9, 9, 9], terms, SCORING)
+    run.launch("a", [9, 9, 9, 9], terms, said(SCORING))
     for _ in range(PLAN.detection_length - 1):
         run.step()
-    run.step({CandidateId("a", index): seen(score) for index, score in enumerate((0.0, 1.0, 8.0, 9.0))})
+    due = {CandidateId("a", index): seen(score) for index, score in enumerate((0.0, 1.0, 8.0, 9.0))}
+    run.step({PRUNING: due})
     assert (len(run.running) == 4) == (origin != "race")
     while run.running:
         run.step()

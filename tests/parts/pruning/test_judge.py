@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernel.rules.group_steps import end_step
-from tests.support.steps import group_terms
+from tests.parts.pruning.steps import group_terms
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.scoring import ScoringTracker
+from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.parts.pruning.reports import report_of
-from tests.support.scoring import new_scorer
-from tests.support.steps import group_steps, group_terms, judge_of, lengths_of
+from tests.parts.pruning.scoring import new_scorer
+from tests.parts.pruning.steps import group_terms, judge_of
+from tests.parts.shaping.steps import lengths_of
+from tests.support.steps import group_steps
 from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls

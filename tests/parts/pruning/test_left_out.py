@@ -55,9 +55,7 @@ def test_a_field_of_pruning_in_an_openai_request_is_refused(group: dict[str, obj
 
 
 async def test_a_group_of_sessions_with_pruning_is_refused(engine: FakeEngine):
-    app = make_app(engine)
-    app.state.session_service._pruning_refusal = lambda: None  # no part refuses where none is asked
-    async with http_of(app) as http:
+    async with http_of(make_app(engine)) as http:
         response = await http.post("/v1/groups", json={"group_size": 2, "pruning": {"detection_length": 8}})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "pruning.detection_length")
     assert REFUSAL in response.json()["error"]["message"]

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.steps import lengths_of, new_judge, new_memories
+from tests.parts.pruning.steps import new_judge, new_memories
+from tests.parts.shaping.steps import lengths_of
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.memories.rules import Memories, Memory

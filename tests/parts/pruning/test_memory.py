@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.parts.pruning.reports import report_of
-from tests.support.steps import lengths_of, new_memories
+from tests.parts.pruning.steps import new_memories
+from tests.parts.shaping.steps import lengths_of
 from vllm_rollout.kernel.rules.types import Confidence
 from vllm_rollout.parts.memories.rules import PROMPTS_PER_ROW, Memory
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.kernel.http.conftest import DEADLINE_S
-from tests.parts.pruning.fake_learning import succeeded
+from tests.parts.pruning.fakes import succeeded
 
 PRUNING = {"detection_length": 2, "mode": "shadow", "signal": "confidence"}
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from tests.support.steps import pruned_by
+from tests.parts.pruning.steps import pruned_by
 from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH
 from vllm_rollout.kernel.rules.fields import PruningFields
 from vllm_rollout.kernel.rules.plan import make_plan

@@ -11,7 +11,7 @@ from safetensors.numpy import save
 from tests.kernel.http.conftest import serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.kernel.http.test_errors import check_error
-from tests.parts.pruning.fake_learning import FakeLearning
+from tests.parts.pruning.fakes import FakeLearning
 from tests.parts.pruning.learning_steps import teach
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
@@ -28,7 +28,7 @@ CUT = FakeLearning.head_file(HeadInfo(8, 16, 3, 9, 90))[:40]
 @pytest.mark.parametrize("content", [b"x", b"\xff" * 100, b'{"head": 1}', CUT, save({"w": np.zeros(2)})])
 async def test_what_is_no_head_is_explained(http, engine: FakeEngine, content):
     check_error(await http.put(HEAD, content=content), 400, None, ["no quality head", "GET /v1/quality_head"])
-    assert engine.learning.heads == {}
+    assert engine.part(FakeLearning).heads == {}
 
 
 @pytest.mark.parametrize("path", [HEAD, STATE])
@@ -66,7 +66,7 @@ async def test_a_state_may_be_larger_than_other_bodies_up_to_a_limit_of_its_own(
 async def test_a_dead_engine_is_a_503(http, engine: FakeEngine):
     await teach(http, 1)
     state = (await http.get(STATE)).content
-    engine.learning.dead = True
+    engine.dead = True
     rollout = {"prompts": [{"prompt": "a"}], "group_size": 4, "redundancy": "auto"}
     rewards = {"rewards": [{"prompt_id": "a", "index": 0, "reward": 1.0}]}
     answers = [await http.get(path) for path in (HEAD, REPORT, STATE, "/v1/rollouts/prompts")]
@@ -102,7 +102,7 @@ async def test_a_put_without_the_key_is_refused(guarded, http: httpx.AsyncClient
 
 @pytest.mark.parametrize("path", ["/v1/engines/0/drain", "/v1/engines/0/restore", "/v1/weights/recompute"])
 async def test_ranks_are_emptied_by_whoever_has_the_key(guarded, engine: FakeEngine, http: httpx.AsyncClient, path):
-    engine.moves.num_ranks = 2
+    engine.num_ranks = 2
     assert (await http.post(path)).status_code == 401
     assert (await http.post(path, headers={ADMIN_HEADER: KEY.encode()})).status_code == 200
     assert (await http.get("/v1/engines")).status_code == 200

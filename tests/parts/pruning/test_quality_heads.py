@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from tests.support.scoring import new_scorer
+from tests.parts.pruning.scoring import new_scorer
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.kernel.http.test_errors import check_error
 from tests.kernel.http.test_metrics import samples
-from tests.parts.pruning.fake_learning import succeeded
+from tests.parts.pruning.fakes import FakeLearning, succeeded
 from tests.parts.pruning.learning_steps import PRUNING, post, rewards_of, roll, teach
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
@@ -161,11 +161,11 @@ async def test_gauges_follow_rewards_but_not_each_of_them(http, app, engine: Fak
     after = await samples(http)
     assert (after["rewards_total.accepted"], after["rewards_total.duplicate"]) == (12, 12)
     assert after["labels_total.positive"] + after["labels_total.negative"] == 12
-    num_reports = engine.learning.num_reports
+    num_reports = engine.part(FakeLearning).num_reports
     assert after["rewards_awaited.8"] == after["features_evicted_total.8"] == after["head_version.8"] == 0
     assert "calibration_brier.8.head" not in after
     await teach(http)
-    assert engine.learning.num_reports == num_reports + 1  # the cold start of the first asked for one
+    assert engine.part(FakeLearning).num_reports == num_reports + 1  # the cold start of the first asked for one
     assert (await samples(http))["head_version.8"] == 0
     now = 60.0
     await post(http, await roll(http))
@@ -233,7 +233,7 @@ async def test_a_client_names_the_requests_of_its_own_key_only(app, http, engine
         seen = await namespace_of(app, http, key)
         digests.append(seen)
         choices = {0: group.trajectories[len(digests) - 1].index}
-        engine.learning.judge.ledger.name(request_name(seen, "cmpl-1"), group.group_id, choices)
+        engine.part(FakeLearning).judge.ledger.name(request_name(seen, "cmpl-1"), group.group_id, choices)
     assert len({*digests, ""}) == 3
     assert "one" not in digests[0]
     mine = {"request_id": "cmpl-1", "index": 0, "reward": 1.0}
@@ -244,10 +244,10 @@ async def test_a_client_names_the_requests_of_its_own_key_only(app, http, engine
 
 
 async def test_a_name_has_the_namespace_that_its_request_came_with(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    answer = await roll(http)
+    answer, ledger = await roll(http), engine.part(FakeLearning).judge.ledger
     group = answer.groups[0]
     for namespace, trajectory in zip(("run-1", "run-2"), group.trajectories, strict=False):
-        engine.learning.judge.ledger.name(request_name("", "cmpl-1", namespace), group.group_id, {0: trajectory.index})
+        ledger.name(request_name("", "cmpl-1", namespace), group.group_id, {0: trajectory.index})
 
     async def status(**namespace: str) -> str:
         body = {"rewards": [{"request_id": "cmpl-1", "reward": 1.0}], **namespace}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.parts.pruning.fake_learning import succeeded
+from tests.parts.pruning.fakes import FakeLearning, succeeded
 from tests.parts.pruning.learning_steps import DETECTION_LENGTH, PRUNING, body, post, rewards_of, roll, teach
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import TRIAL_LENGTHS
@@ -130,8 +130,8 @@ async def test_chance_depends_on_the_sampling_seed_and_the_prompt_and_is_fresh_w
 
 
 async def test_confidence_that_cannot_be_seen_is_null(http, engine: FakeEngine):
-    engine.learning.blind = True
-    engine.learning.heads[HeadKey(DETECTION_LENGTH)] = HeadInfo(DETECTION_LENGTH, 16, 1, 1, 1)
+    engine.part(FakeLearning).blind = True
+    engine.part(FakeLearning).heads[HeadKey(DETECTION_LENGTH)] = HeadInfo(DETECTION_LENGTH, 16, 1, 1, 1)
     answer = await roll(http)
     assert {(ended.signal, ended.confidence) for ended in everyone(answer)} == {("head", None)}
 
@@ -185,7 +185,7 @@ async def test_a_shadow_of_pruning_that_could_never_prune_says_so(http):
 
 async def test_an_engine_that_cannot_score_says_why(http, engine: FakeEngine):
     refusal = "this server runs with pipeline parallelism, which has no scores. Start it without."
-    engine.learning.pruning_refusal = refusal
+    engine.part(FakeLearning).pruning_refusal = refusal
     response = await http.post("/v1/rollouts", json=body())
     assert response.status_code == 400
     error = response.json()["error"]
@@ -195,7 +195,7 @@ async def test_an_engine_that_cannot_score_says_why(http, engine: FakeEngine):
 
 
 async def test_a_failed_report_does_not_fail_the_rollout(http, engine: FakeEngine):
-    engine.learning.dead = True  # after the last token, before the warnings
+    engine.dead = True  # after the last token, before the warnings
     (warning,) = (await roll(http)).warnings
     assert "too few labels, min_labels 8" in warning
 

@@ -9,8 +9,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left, prune_by_sign
-from tests.support.steps import group_terms, judge_of, said, scores
+from tests.kernel.core.scheduler_runs import TracedRun
+from tests.parts.pruning.scored_runs import add_group, assert_nothing_left, prune_by_sign
+from tests.parts.pruning.steps import group_terms, judge_of, said, scores
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import Assessment, Confidence

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.parts.pruning.test_learning_calls import HEAD, Client, Rank, content, learned
-from tests.support.steps import lengths_of
+from tests.parts.shaping.steps import lengths_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.parts.pruning.api import state_file

@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernel.rules.group_steps import Run
-from tests.support.steps import group_steps, is_lost, races_of, said
+from tests.parts.rounds.steps import is_lost, races_of
+from tests.support.steps import group_steps
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import CandidateId
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.rounds.rules.race import RacePlace
-from vllm_rollout.parts.rounds.rules.step import RoundsStep
+from vllm_rollout.parts.rounds.rules.step import PLACE, RoundsStep
 
 PAIR_OF_THREE = GroupTerms(2, 3)
 
@@ -28,7 +28,7 @@ class Round(Run):
             self.enter(position, group)
 
     def enter(self, position: int, lengths: list[int]) -> None:
-        self.launch(f"g{position}", lengths, self.terms, place=RacePlace("round", self.num_wanted, position))
+        self.launch(f"g{position}", lengths, self.terms, PLACE.value(RacePlace("round", self.num_wanted, position)))
 
     def run(self) -> None:
         while self.running:
@@ -61,10 +61,10 @@ def test_the_others_stop_in_the_step_in_which_enough_groups_are_complete() -> No
 def test_a_sibling_that_comes_after_its_group_is_complete_neither_counts_it_again_nor_makes_it_lose(
     num_wanted: int,
 ) -> None:
-    steps, first_of_two = group_steps(Judge()), GroupTerms(1, 2)
+    steps, first_of_two = group_steps(), GroupTerms(1, 2)
 
     def launch(group_id: str, index: int, position: int) -> tuple[CandidateId, Group]:
-        return steps.launch(group_id, first_of_two, index, said=said(place=RacePlace("r", num_wanted, position)))
+        return steps.launch(group_id, first_of_two, index, said=PLACE.value(RacePlace("r", num_wanted, position)))
 
     (first, group), others = launch("a", 0, 0), {launch("b", index, 1)[0] for index in range(2)}
     steps.ended(first, group, "stop", 1)
@@ -143,7 +143,7 @@ def test_a_lost_group_leaves_the_race_uncounted() -> None:
 
 
 def test_a_lost_candidate_is_replaced_as_often_as_its_group_allows() -> None:
-    steps = group_steps(Judge())
+    steps = group_steps()
     terms = GroupTerms(2, 2, num_replaceable=1)
     ids = [steps.launch("g", terms, index)[0] for index in range(2)]
     group = steps.launch("other", terms, 0)[1] and steps._table.find("g")
@@ -169,9 +169,9 @@ def test_a_forgotten_race_lets_its_groups_go_on() -> None:
 
 def test_more_races_than_an_engine_remembers_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_rollout.parts.rounds.rules.race.MAX_RACES", 2)
-    steps = group_steps(Judge())
+    steps = group_steps()
     for name in "abc":
-        steps.launch(f"g{name}", PAIR_OF_THREE, 0, said=said(place=RacePlace(name, 1, 0)))
+        steps.launch(f"g{name}", PAIR_OF_THREE, 0, said=PLACE.value(RacePlace(name, 1, 0)))
     assert races_of(steps)._race_of.keys() == {"gb", "gc"}
     assert len(races_of(steps)) == 2
 
@@ -196,12 +196,12 @@ def test_exactly_as_many_groups_win_as_are_wanted(lengths: list[list[int]], num_
 
 @pytest.mark.parametrize("num_wanted", [1, 2])
 def test_races_do_not_touch_each_other(num_wanted: int) -> None:
-    steps = group_steps(Judge())
+    steps = group_steps()
     for race in "ab":
         for position in range(3):
             for index in range(3):
                 steps.launch(
-                    f"{race}{position}", PAIR_OF_THREE, index, said=said(place=RacePlace(race, num_wanted, position))
+                    f"{race}{position}", PAIR_OF_THREE, index, said=PLACE.value(RacePlace(race, num_wanted, position))
                 )
     for position in range(num_wanted):
         group = steps._table.find(f"a{position}")

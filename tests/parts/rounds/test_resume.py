@@ -17,9 +17,8 @@ import pytest
 
 from tests.kernel.http.conftest import events_of, http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.kernel.http.fake_parts import FakeShaping
-from tests.parts.pruning.fake_learning import FakeLearning
-from tests.support.steps import pruned_by
+from tests.parts.pruning.steps import pruned_by
+from tests.parts.shaping.fakes import FakeShaping
 from vllm_rollout.kernel.http.ended import candidate_of, trajectory_of
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.kernel.rules.plan import GroupPlan
@@ -51,8 +50,8 @@ RUN = {
 class TellingShaping(FakeShaping):
     """Remembers what it was told of lengths."""
 
-    def __init__(self, learning: FakeLearning) -> None:
-        super().__init__(learning)
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__(engine)
         self.told: dict[str, list[list[ObservedLength]]] = {}
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
@@ -63,7 +62,7 @@ class TellingShaping(FakeShaping):
 @pytest.fixture
 def engine() -> FakeEngine:
     engine = FakeEngine()
-    engine.shaping = TellingShaping(engine.learning)
+    engine.parts["shaping"] = TellingShaping(engine)
     return engine
 
 
@@ -144,13 +143,13 @@ async def test_each_length_is_learned_once_and_whole(http: httpx.AsyncClient, en
     short = await short_round(http)
     answer = await long_round(http)
     for group in answer["groups"]:
-        told = engine.shaping.told[f"id:{group['prompt_id']}"]
+        told = engine.part(TellingShaping).told[f"id:{group['prompt_id']}"]
         assert Counter(map(len, told)) == Counter([3, 3])  # the spare ones when it was deferred, the others now
         lengths = sorted(length.num_tokens for length in told[-1])
         assert lengths == sorted(t["num_tokens"] for t in group["trajectories"])
         assert not any(length.censored for length in told[-1])
     returned = [group["prompt_id"] for group in short["groups"]]
-    assert all([len(lengths) for lengths in engine.shaping.told[f"id:{id}"]] == [6] for id in returned)
+    assert all([len(lengths) for lengths in engine.part(TellingShaping).told[f"id:{id}"]] == [6] for id in returned)
 
 
 @pytest.mark.parametrize(("first", "second", "expected"), [("v1", "v1", False), ("v1", "v2", True), (None, None, True)])

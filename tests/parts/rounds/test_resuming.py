@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from tests.kernel.api.stepped_llm import SteppedLLM, let_everybody_run
-from tests.support.steps import pruned_by, said
+from tests.parts.pruning.steps import pruned_by, said
 from vllm_rollout.kernel.api.continued import (
     READS_OUTPUT_TOKENS,
     prompt_text,

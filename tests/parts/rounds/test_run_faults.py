@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from tests.kernel.http.conftest import make_app
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.parts.pruning.fake_learning import FakeLearning
+from tests.parts.pruning.fakes import FakeLearning
 from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout.parts.rounds.http import store as store_module
 from vllm_rollout.parts.rounds.http.store import RunStore
@@ -251,13 +251,13 @@ async def test_a_state_that_cannot_be_written_is_not_taken_by_the_engine_either(
     await http.post("/v1/runs", json={**RUN, **BIG})
     state = (await http.get("/v1/rollouts/state")).content
     await http.delete("/v1/runs/a")
-    memory = engine.learning.judge.memories.base
+    memory = engine.memories.base
     with fault(store):
         check_refused(await http.put("/v1/rollouts/state", content=state), status, words)
-    assert engine.learning.judge.memories.base is memory
+    assert engine.memories.base is memory
     assert [run.id for run in store.list()] == []
     assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
-    assert (engine.learning.judge.memories.base is memory, [run.id for run in store.list()]) == (False, ["a"])
+    assert (engine.memories.base is memory, [run.id for run in store.list()]) == (False, ["a"])
 
 
 async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothing_changes(
@@ -265,7 +265,7 @@ async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothin
 ) -> None:
     await http.post("/v1/runs", json=RUN)
     state = (await http.get("/v1/rollouts/state")).content
-    memory, look = engine.learning.judge.memories.base, FakeLearning.set_learning_state
+    memory, look = engine.memories.base, FakeLearning.set_learning_state
     engine.step_s = 0.005
 
     async def slowly(self: FakeLearning, *args: object) -> None:
@@ -278,7 +278,7 @@ async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothin
     monkeypatch.setattr(FakeLearning, "set_learning_state", slowly)
     response = await http.put("/v1/rollouts/state", content=state)
     assert (response.status_code, response.headers["retry-after"]) == (409, "1")
-    assert engine.learning.judge.memories.base is memory
+    assert engine.memories.base is memory
     assert len((await round).json()["groups"]) == 4
 
 

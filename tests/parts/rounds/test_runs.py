@@ -11,6 +11,7 @@ import pytest
 
 from tests.kernel.http.conftest import events_of
 from tests.kernel.http.fake_engine import FakeEngine
+from tests.parts.rounds.fakes import FakeRounds
 from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout.parts.rounds.http.body import RoundRequest
 from vllm_rollout.parts.rounds.http.live import Begun
@@ -68,11 +69,6 @@ async def test_a_filter_needs_two_rewards_of_a_prompt(http, fields) -> None:
     else:
         error = await play(http, 400, prompts=prompts(0, 6), filter="zero_variance", stream=True)
         assert (error["param"], "one reward differs from none" in error["message"]) == ("filter", True)
-
-
-async def test_several_detection_lengths_are_compared_in_a_run_too(http) -> None:
-    await make(http, pruning={"detection_length": [4, 8]})
-    assert len((await play(http, prompts=prompts(0, 6)))["groups"]) == 4
 
 
 async def test_who_leaves_a_round_that_waits_for_rewards_leaves_no_task(http, app) -> None:
@@ -147,10 +143,11 @@ async def test_fields_of_a_run_are_checked_when_it_is_made(http: httpx.AsyncClie
 
 
 async def test_short_rounds_end_with_the_first_groups_and_a_long_one_with_all(http, engine: FakeEngine) -> None:
-    engine.moves.num_ranks = 2  # others are told of its end
+    engine.num_ranks = 2  # others are told of its end
     await make(http, response_speculation=2.0)
     answers = [await play(http, prompts=prompts(first, 6)) for first in (0, 6)]
-    assert (len(engine.launched_at_cuts), engine.races) == (2, {})
+    rounds = engine.part(FakeRounds)
+    assert (len(rounds.launched_at_cuts), len(rounds.races)) == (2, 0)
     for answer in answers:
         assert (answer["kind"], len(answer["groups"]), len(answer["deferred"])) == ("short", 4, 2)
         assert {group["status"] for group in answer["groups"]} == {"complete"}
@@ -226,9 +223,6 @@ async def test_rounds_come_one_at_a_time(http: httpx.AsyncClient, engine: FakeEn
         assert "round 0 of run 'a' is running" in response.json()["error"]["message"]
     assert (await http.delete("/v1/runs/a")).status_code == 409
     assert (await http.delete(f"{ROUNDS}/0")).status_code == 409
-    assert (
-        await http.put("/v1/rollouts/state", content=(await http.get("/v1/rollouts/state")).content)
-    ).status_code == 409
     assert len((await first)["groups"]) == 4
 
 
@@ -347,23 +341,6 @@ async def test_a_group_is_told_before_it_is_filtered_also_where_its_rewards_came
     assert all(told.index(("group", id)) < told.index(("filtered", id)) for id in filtered)
 
 
-async def test_groups_without_variance_are_replaced_from_the_reserve(http: httpx.AsyncClient) -> None:
-    await make(http, filter="zero_variance")
-    flat = {"q0", "q2", "q4"}
-    done, told = await rewarded(http, flat, prompts=prompts(0, 6), reserve=prompts(6, 5))
-    assert set(done["filtered"]) == set(told) <= flat
-    assert told
-    for name in ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens"):
-        assert done["receipt"][name] == done["usage"][name], "a filtered group is wasted"
-    run = await look(http)
-    assert run["history"][0]["num_returned"] == 4
-    assert not set(run["queue"]) & set(done["filtered"])
-    assert set(done["deferred"]) == set(run["queue"])
-    assert run["totals"]["num_filtered"] == len(told)
-    seen = [*done["filtered"], *done["deferred"], *done["unstarted"]]
-    assert len(seen) == len(set(seen)) == 11 - 4
-
-
 async def test_rewards_by_the_names_of_groups_filter_too(http: httpx.AsyncClient) -> None:
     await make(http, filter="zero_variance")
     app = http._transport.app  # type: ignore[attr-defined]
@@ -395,10 +372,14 @@ async def test_a_filter_that_is_not_there_is_a_conflict(http: httpx.AsyncClient)
 
 
 @pytest.mark.parametrize("fields", [
-    {"redundancy": "auto"}, {"redundancy": 2}, {"selection": {"dual_end": {"num_longest": 1}}},
-    {"selection": "shortest"}, {"pruning": {"detection_length": 4, "keep_ratio": 0.5}}, {"early_stop": False},
+    {"redundancy": 2}, {"selection": {"dual_end": {"num_longest": 1}}}, {"selection": "shortest"},
+    {"early_stop": False},
 ])  # fmt: skip
 async def test_what_a_rollout_can_do_works_inside_rounds(http: httpx.AsyncClient, fields: dict) -> None:
+    await assert_rounds_work(http, fields)
+
+
+async def assert_rounds_work(http: httpx.AsyncClient, fields: dict) -> None:
     await make(http, **fields)
     for first in (0, 6):
         answer = await play(http, prompts=prompts(first, 6))
@@ -474,25 +455,6 @@ async def test_rewards_of_candidates_that_there_are_not_are_not_kept(http: httpx
 )
 def test_a_repeat_says_its_key_alone(said: dict, is_repeat: bool) -> None:
     assert RoundRequest.model_validate({"idempotency_key": "k", **said}).is_repeat is is_repeat
-
-
-async def test_a_key_is_known_however_many_rounds_came_after_it(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    await make(http, prompts_per_round=1, prompt_speculation=1.0)
-    await interrupt(http, engine, prompts=prompts(100, 1), idempotency_key="given up")
-    await http.delete(f"{ROUNDS}/0")
-    for number in range(70):
-        fresh = prompts(number, (await look(http))["num_fresh_prompts"])
-        await play(http, prompts=fresh, idempotency_key=f"key-{number}")
-    before = await look(http)
-    for _ in range(2):
-        for key, words in (("key-1", "was round 1 of this run"), ("given up", "its prompts wait")):
-            for body in ({}, {"prompts": prompts(1, 1)}):
-                error = await play(http, 410, idempotency_key=key, **body)
-                assert words in error["message"]
-                assert "Take a new key" in error["message"]
-        assert await look(http) == before
-        state = (await http.get("/v1/rollouts/state")).content  # carries them to another server
-        assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
 
 
 async def test_a_reserve_has_its_bounds(http: httpx.AsyncClient) -> None:

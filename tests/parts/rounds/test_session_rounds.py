@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
+from tests.kernel.http.test_renamed import REMOVED_NAMES
 from tests.parts.sessions.test_sessions import begin, play
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.http.engine import RequestError
@@ -339,21 +340,6 @@ async def test_a_round_that_had_enough_when_it_was_interrupted_is_over_at_once(a
     assert (done["deferred"], done["generated_tokens"], done["returned_tokens"]) == (["q2"], 12, 12)
 
 
-async def test_the_rounds_of_a_saved_state_are_those_of_sessions(app, http):
-    await make(http, sessions={"max_turns": 3})
-    round = await Round.begin(app, prompts=prompts(0, 3))
-    await round.complete("q0", "q1")
-    await round.over()
-    state = (await http.get("/v1/rollouts/state")).content
-    run = await look(http)
-    await http.delete("/v1/runs/a")
-    assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
-    assert await look(http) == run
-    assert (await http.post("/v1/runs", json={"id": "a", **TERMS, "sessions": {"max_turns": 3}})).status_code == 200
-    response = await http.post("/v1/runs", json={"id": "a", **TERMS})
-    assert (response.status_code, "sessions" in response.text) == (409, True)
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -563,3 +549,10 @@ def test_every_prompt_comes_back_once_whatever_its_sessions_do(
                 task.cancel()
 
         asyncio.run(bounded())
+
+
+@REMOVED_NAMES
+async def test_a_run_refuses_a_removed_field_of_its_sessions(http: httpx.AsyncClient, removed: str) -> None:
+    body = {"group_size": 2, "prompts_per_round": 2, "sessions": {removed: "variance"}}
+    response = await http.post("/v1/runs", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, f"sessions.{removed}")

@@ -65,8 +65,6 @@ def message(response: httpx.Response) -> str:
         ({"group_size": 1, "history": "any"}, "history: should be 'strict' or 'rewritable'"),
         ({"group_size": 1, "reward": "nobody"}, "nobody"),
         ({"group_size": 1, "turns": 3}, "turns: is not a field of this version"),
-        ({"group_size": 1, "pruning": {"detection_length": [8, 16]}}, "sessions are scored at one length"),
-        ({"group_size": 1, "pruning": {"detection_length": 8, "min_survival": 0.9}}, "pruning.min_survival"),
     ],
 )
 async def test_what_no_group_can_be_is_refused(http, body, said):

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
+from tests.parts.sessions.fakes import put
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.clients import ClientNamespaces, client_session
@@ -36,7 +37,7 @@ class Turns:
         self.service = SessionService(
             self._stop, service.part(RewardsPlan).grading, service.rewards, Metrics(CollectorRegistry()), decode
         )
-        self.app.state.session_service = self.app.state.run_service.sessions = self.service
+        put(self.app, self.service)
         self.app.add_middleware(ClientNamespaces)
         router = APIRouter(route_class=RolloutRoute)
         router.post("/v1/chat/completions")(self._chat)

@@ -6,7 +6,8 @@ import pytest
 
 from tests.kernel.core.scheduler_runs import NO_AUDITS
 from tests.parts.emulation.emulated_run import EmulatedRun
-from tests.support.steps import judge_of, lengths_of
+from tests.parts.pruning.steps import judge_of
+from tests.parts.shaping.steps import lengths_of
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.shaping.rules.admission import most_running

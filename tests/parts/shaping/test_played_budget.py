@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.support.steps import pruned_by
+from tests.parts.pruning.steps import pruned_by
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.shaping.rules.allocation import BatchPrompt, allocate_batch

@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 
 import httpx
 import pytest
 
 from tests.kernel.http.conftest import DEADLINE_S, make_app
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.kernel.http.fake_parts import FakeShaping
-from tests.support.steps import lengths_of
-from tests.support.waiting import eventually
+from tests.parts.moving.fakes import FakeMoves
+from tests.parts.shaping.fakes import FakeShaping
+from tests.parts.shaping.steps import lengths_of
+from tests.support.waiting import eventually, wait_until
 from vllm_rollout.kernel.http import gauges
 from vllm_rollout.kernel.http.engine import Outlook, RequestError
 from vllm_rollout.parts.moving.rules.load import ArrivedKV
@@ -32,7 +34,7 @@ def body(*ids: str, **fields) -> dict:
 def seen(engine: FakeEngine, key: str, *lengths: int, times: int = 3) -> None:
     for _ in range(times):
         seen_lengths = [ObservedLength(length, censored=False) for length in lengths]
-        lengths_of(engine.learning.judge).observe(f"id:{key}", seen_lengths)
+        lengths_of(engine).observe(f"id:{key}", seen_lengths)
 
 
 async def rollout(http: httpx.AsyncClient, request: dict) -> dict:
@@ -54,7 +56,7 @@ async def test_without_a_profile_the_budget_is_half_as_many_again_and_says_so(ht
 
 
 async def test_a_server_that_has_seen_nothing_says_that_of_its_budget(engine, http):
-    engine.shaping.cost_model = FLAT
+    engine.part(FakeShaping).cost_model = FLAT
     answer = await rollout(http, body("a", "b"))
     assert answer["budget"]["source"] == "default"
     assert answer["warnings"] == [
@@ -64,9 +66,9 @@ async def test_a_server_that_has_seen_nothing_says_that_of_its_budget(engine, ht
 
 async def test_the_profile_decides_the_budget(engine, http):
     seen(engine, "a", 50, 60, 300, 900)
-    engine.shaping.cost_model = FLAT
+    engine.part(FakeShaping).cost_model = FLAT
     generous = (await rollout(http, body("a", "b")))["budget"]
-    engine.shaping.cost_model = STEEP
+    engine.part(FakeShaping).cost_model = STEEP
     frugal = (await rollout(http, body("a", "b")))["budget"]
     assert generous["source"] == frugal["source"] == "profile"
     assert generous["total"] == generous["upper"] == 16
@@ -90,7 +92,7 @@ async def test_where_few_have_places_answers_that_are_alike_get_no_spares(engine
 async def test_a_dual_end_that_is_nowhere_applied_is_said(engine, http):
     seen(engine, "calm", 50, 51, 52, 53, times=30)
     seen(engine, "wild", 10, 60, 300, 900)
-    engine.shaping.cost_model = FLAT
+    engine.part(FakeShaping).cost_model = FLAT
     answer = await rollout(http, body("wild", selection={"dual_end": {}}))
     assert [group["allocation"]["selection"] for group in answer["groups"]] == ["shortest"]
     (warning,) = answer["warnings"]
@@ -102,7 +104,7 @@ async def test_stopped_candidates_are_censored_and_failed_ones_are_left_out(engi
     engine.lengths = dict.fromkeys(range(5), 30) | {0: 10, 1: 12, 2: 11}
     engine.failures = {2: 4}
     await rollout(http, body("a", group_size=2, redundancy=3))
-    history = lengths_of(engine.learning.judge).of("id:a")
+    history = lengths_of(engine).of("id:a")
     assert history.mean > 12, "two that finished after 10 and 12 tokens, two that were stopped at 12"
 
 
@@ -135,13 +137,13 @@ async def test_the_budget_comes_with_the_last_event_of_a_stream(http):
 async def test_metrics_tell_lengths_allocations_and_drift(engine, http):
     seen(engine, "calm", 50, 51, 52, 53)
     seen(engine, "wild", 10, 60, 300, 900)
-    engine.shaping.drift = [StepDrift(16, 31, 32, 0.030, 0.020)]
+    engine.part(FakeShaping).drift = [StepDrift(16, 31, 32, 0.030, 0.020)]
     await rollout(http, body("calm", "wild"))
     metrics = (await http.get("/metrics")).text
     assert "vllm_rollout:prompts_at_upper_bound_total 1.0" in metrics
     assert "vllm_rollout:allocated_candidates_sum 12.0" in metrics
     assert 'vllm_rollout:step_time_drift_ratio{batch_sizes="16-31"} 1.5' in metrics
-    dataset = lengths_of(engine.learning.judge).dataset()
+    dataset = lengths_of(engine).dataset()
     assert f'vllm_rollout:length_mean_tokens{{adapter=""}} {dataset.mean}' in metrics
     assert f'vllm_rollout:length_std_tokens{{adapter=""}} {dataset.std}' in metrics
 
@@ -196,7 +198,7 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
     for event in held_back.values():
         event.set()
     assert (await stays)["groups"][0]["status"] == "complete"
-    history = lengths_of(engine.learning.judge)
+    history = lengths_of(engine)
     assert history.of("id:b").num_groups == 1
     assert history.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"
 
@@ -204,8 +206,8 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
 async def test_metrics_tell_what_moved_to_each_rank_and_what_groups_the_engine_holds(engine, http, monkeypatch):
     monkeypatch.setattr(gauges, "REPORT_INTERVAL_S", 0.0)
     engine.groups = dict.fromkeys("abc")
-    engine.moves.num_ranks = 2
-    engine.moves.arrived[1] = 0.25, ArrivedKV(2, 24, 1)
+    engine.num_ranks = 2
+    engine.part(FakeMoves).arrived[1] = 0.25, ArrivedKV(2, 24, 1)
     await rollout(http, body("a", redundancy=0))
     metrics = (await http.get("/metrics")).text
     for name, value in (
@@ -219,11 +221,11 @@ async def test_metrics_tell_what_moved_to_each_rank_and_what_groups_the_engine_h
 
 
 async def test_several_ranks_are_told_what_to_expect_of_each_group(engine, http):
-    engine.moves.num_ranks = 2
+    engine.num_ranks = 2
     seen(engine, "a", 30, 34, 38)
-    of_a, dataset = lengths_of(engine.learning.judge).of("id:a"), lengths_of(engine.learning.judge).dataset()
+    of_a, dataset = lengths_of(engine).of("id:a"), lengths_of(engine).dataset()
     for redundancy in (0, "auto"):
-        engine.learning.judge.memories.base["shaping"] = LengthHistory()
+        engine.memories.base["shaping"] = LengthHistory()
         seen(engine, "a", 30, 34, 38)
         await rollout(http, body("a", "b", redundancy=redundancy, sampling_params={"seed": 3, "max_tokens": 90}))
         tokens = {id: len(f"prompt {id}") for id in "ab"}
@@ -234,7 +236,7 @@ async def test_several_ranks_are_told_what_to_expect_of_each_group(engine, http)
 
 
 async def test_what_a_rollout_teaches_does_not_predict_its_own_groups(engine, http):
-    engine.moves.num_ranks, engine.num_launch_places = 2, 6
+    engine.num_ranks, engine.num_launch_places = 2, 6
     await rollout(http, body("a", "b", "c"))
     assert [its.lengths for its in engine.outlooks.values()] == [None] * 3
     await rollout(http, body("a", "b", "c"))
@@ -245,3 +247,14 @@ async def test_one_rank_needs_no_predictions(engine, http):
     seen(engine, "a", 30, 34, 38)
     await rollout(http, body("a", redundancy=0))
     assert engine.outlooks == {"a": None}
+
+
+def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned(client, engine):
+    engine.lengths = {0: 3, **dict.fromkeys(range(1, 4), 4000)}
+    engine.step_s = 0.001
+    with closing(client.stream([{"id": "q", "prompt": "p"}], 4, stream_tokens=5)) as events:
+        next(event for event in events if event.type == "tokens" and event.offset >= 20)
+    wait_until(lambda: engine.num_running == 0)
+    wait_until(lambda: lengths_of(engine).of("id:q") is not None)
+    # One of 3 tokens, and three that were longer than the 20 and more that they had become.
+    assert lengths_of(engine).of("id:q").mean > 25

@@ -10,7 +10,9 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.steps import group_steps, judge_of, lengths_of
+from tests.parts.pruning.steps import judge_of
+from tests.parts.shaping.steps import lengths_of
+from tests.support.steps import group_steps
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.core.calls import rollout_call

@@ -1,1 +1,1 @@
-from tests.kernel.api.conftest import parsed, refusal, restored  # noqa: F401
+from tests.kernel.api.conftest import app_of, parsed, refusal, restored  # noqa: F401

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.support.profiles import facts, point, profile_of
+from tests.parts.shaping.profiles import facts, point, profile_of
 from tests.tools.profiling.fake_engine import HARDWARE, MODEL
 from vllm_rollout.parts.shaping.profile_file import PrefillPoint, Profile
 from vllm_rollout.profiling.measure import finished, with_engine, with_point, with_prefill

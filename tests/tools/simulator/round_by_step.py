@@ -7,18 +7,19 @@ would: `GroupSteps`, `Run` and `RoundProgress`.
 from dataclasses import dataclass, field
 from math import inf
 
-from tests.support.steps import group_steps, is_lost, said
+from tests.parts.pruning.steps import said
+from tests.parts.rounds.steps import is_lost
+from tests.support.steps import group_steps
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import Confidence, Ending
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.pruning_plan import Observation
 from vllm_rollout.parts.pruning.rules.step import PRUNING
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import Run
-from vllm_rollout.parts.rounds.rules.step import RoundsStep
+from vllm_rollout.parts.rounds.rules.step import PLACE, RoundsStep
 from vllm_rollout.parts.rounds.with_shaping.simulated.data import Trainer
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, observed_lengths
 from vllm_rollout.parts.shaping.rules.launch_order import launch_order, waiting_groups
@@ -51,7 +52,7 @@ class Candidate:
 class StepEngine:
     cost: object
     slots: float
-    steps: GroupSteps = field(default_factory=lambda: group_steps(Judge()))
+    steps: GroupSteps = field(default_factory=group_steps)
     candidates: list = field(default_factory=list)
     messages: list = field(default_factory=list)
     between_s: float = 0.0
@@ -93,8 +94,9 @@ class StepEngine:
 
     def launch(self, name, plan, futures, prompt_tokens, place=None, scoring=None):
         detection_length = None if plan.pruning is None else plan.pruning.detection_length
+        its = said(scoring) | ({} if place is None else PLACE.value(place))
         for index, future in enumerate(futures):
-            id, group = self.steps.launch(name, plan.terms, index, said=said(scoring, place=place))
+            id, group = self.steps.launch(name, plan.terms, index, said=its)
             self.candidates.append(Candidate(id, group, future, prompt_tokens, detection_length))
 
     def end(self):

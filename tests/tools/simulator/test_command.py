@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.profiles import facts, point, profile_of
+from tests.parts.shaping.profiles import facts, point, profile_of
 from tests.support.waiting import WAIT_S
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, traced
 from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout

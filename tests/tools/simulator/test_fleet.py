@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.steps import pruned_by
+from tests.parts.pruning.steps import pruned_by
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, scored, traced
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.rules.load import TransferCost

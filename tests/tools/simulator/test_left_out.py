@@ -6,8 +6,8 @@ from vllm_rollout.kernel import parts
 from vllm_rollout.simulator.settings import setting_fields
 
 PARTS = {part.name for part in parts.parts()}
-NEEDED = {"shaping"}
-"""A simulation needs lengths and costs."""
+NEEDED = {"memories", "shaping"}
+"""A simulation needs lengths and costs, and shaping needs memories."""
 GENERATED = ("--generate", "prompts=2,candidates=4,steps=1,max_tokens=50")
 
 

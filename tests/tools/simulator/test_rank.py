@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.steps import assessments, group_steps, pruned_by
+from tests.parts.pruning.steps import assessments, pruned_by, steps_of
 from tests.tools.simulator.round_by_step import StepEngine
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, run_rank, scored, warm_judge
 from vllm_rollout.kernel.rules.plan import GroupPlan
@@ -120,7 +120,7 @@ def groups(draw):
 def test_a_replay_is_every_single_step(drawn, slots, plan):
     cost = CostModel(DETAILED.curves, DETAILED.prefill_s_per_token, DETAILED.step_prefill_s)
     judges = [warm_judge(plan.detection_length) if plan else Judge() for _ in range(2)]
-    slow = StepEngine(cost, slots, group_steps(judges[0]))
+    slow = StepEngine(cost, slots, steps_of(judges[0]))
     races = []
     for i, (group, candidates, prompt_tokens) in enumerate(drawn):
         scoring = plan and Scoring("rollout", f"q{i}", 7)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from tests.support.steps import group_steps
+from tests.parts.pruning.steps import steps_of
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.simulated import score
@@ -62,7 +62,7 @@ def warm_judge(detection_length: int) -> Judge:
 
 
 def run_rank(machine: Machine, races: Sequence[Race], judge: Judge | None = None):
-    return run_races(machine, races, group_steps(judge))
+    return run_races(machine, races, steps_of(judge or Judge()))
 
 
 def scored(race: Race, seed: int = 0) -> Race:

@@ -1,4 +1,4 @@
-"""A quality head and calibration that really learn, without a model.
+"""A quality head and calibration of the fake engine that really learn, without a model.
 
 Invariant: whether a candidate will succeed shows in its first token (`succeeded`), and its score foretells that with
 noise. The judge and the ledger are the real ones; the head is a file of safetensors that knows the truth.
@@ -11,7 +11,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from tests.kernel.http.fake_engine import MODEL, FakeEngine, FakePart
 from tests.parts.pruning.reports import report_of
-from tests.support.steps import lengths_of, new_judge
-from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
+from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, Confidence
 from vllm_rollout.parts.memories.rules import Memory
@@ -34,9 +33,10 @@ from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import PruningMemory
 from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, Observation
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
+from vllm_rollout.parts.pruning.rules.step import PruningStep
+from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
 
-MODEL = "fake-model"
 HIDDEN_SIZE = 16
 LABELS_TO_TRAIN = 16
 """Labels after which the head says something."""
@@ -49,31 +49,36 @@ def succeeded(token_ids: Sequence[int]) -> bool:
     return token_ids[0] % 2 == 0
 
 
-@dataclass(slots=True)
-class FakeLearning(LearningPart):
+class FakeLearning(FakePart, LearningPart):
     """Learns, and scores candidates."""
 
     pruning_refusal: str | None = None
-    dead: bool = False
-    """The engine has stopped."""
-    blind: bool = False
+    blind = False
     """The engine gives no confidence."""
-    judge: Judge = field(default_factory=new_judge)
-    heads: dict[HeadKey, HeadInfo] = field(default_factory=dict)
-    num_reports: int = 0
+    num_reports = 0
 
-    def observe(self, token_ids: Sequence[int], detection_length: int, adapter: str = BASE_MODEL) -> Observation:
-        """Observation of a candidate that is due."""
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__(engine)
+        self.heads: dict[HeadKey, HeadInfo] = {}
+
+    @property
+    def judge(self) -> Judge:
+        return self.engine.steps.part(PruningStep).judge
+
+    def observe(self, token_ids: Sequence[int], length: int, adapter: str) -> Observation:
         chance = random.Random(str(list(token_ids[:8])))
         truth = SIGNAL_GAP if succeeded(token_ids) else -SIGNAL_GAP
-        head = self.heads.get(HeadKey(detection_length, adapter))
+        head = self.heads.get(HeadKey(length, adapter))
         bottom = math.nan if self.blind else 10 + 0.3 * truth + chance.gauss(0, 1)
         return Observation(
             Confidence(bottom + 2, bottom - 1, bottom),
             None if head is None else truth + chance.gauss(0, 1),
             0 if head is None else head.version,
-            detection_length,
+            length,
         )
+
+    def observe_last(self, terms: PruningTerms, token_ids: Sequence[int], adapter: str) -> Observation | None:
+        return self.observe(token_ids, WHOLE, adapter) if terms.plan.final_score else None
 
     async def post_named_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
         statuses, num_training, versions = [], 0, {}
@@ -90,7 +95,7 @@ class FakeLearning(LearningPart):
         return RewardsReceipt(statuses, num_training, versions)
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
-        self.check_alive()
+        self.engine.check_alive()
         result = self.judge.reward(rollout_id, rewards)
         if result is None:
             return None
@@ -106,17 +111,17 @@ class FakeLearning(LearningPart):
         return RewardsReceipt(statuses, len(labels), {key: before.version if before else 0})
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
-        self.check_alive()
+        self.engine.check_alive()
         return list(self.learned(adapter).tried)
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
-        self.check_alive()
+        self.engine.check_alive()
         memory = self.memory(adapter)
-        rows = prompt_rows(lengths_of(memory), self.learned(adapter).successes, 2)
+        rows = prompt_rows(memory.get("shaping"), self.learned(adapter).successes, 2)
         return known_prompts(chain.from_iterable(rows))
 
     async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
-        self.check_alive()
+        self.engine.check_alive()
         heads = {key.detection_length: head for key, head in self.heads.items() if key.adapter == adapter}
         head = heads[self._named(detection_length, heads, "quality head")]
         return head, self.head_file(head)
@@ -127,7 +132,7 @@ class FakeLearning(LearningPart):
         return save({"w1": np.zeros((HIDDEN_SIZE, 4), np.float32)}, metadata)
 
     async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
-        self.check_alive()
+        self.engine.check_alive()
         try:
             length = int.from_bytes(weights[:8], "little")
             metadata = json.loads(weights[8 : 8 + length])["__metadata__"]
@@ -141,7 +146,7 @@ class FakeLearning(LearningPart):
         return head
 
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
-        self.check_alive()
+        self.engine.check_alive()
         self.num_reports += 1
         memory = self.learned(adapter)
         length = self._named(detection_length, memory.learnings, "report")
@@ -162,7 +167,7 @@ class FakeLearning(LearningPart):
         )
 
     async def learning_state(self) -> bytes:
-        self.check_alive()
+        self.engine.check_alive()
         lines = [json.dumps(row) for row in (state_header(MODEL), *self.judge.memories.to_state())]
         for head in self.heads.values():
             data = json.dumps(_fields(head))
@@ -172,7 +177,7 @@ class FakeLearning(LearningPart):
         return f"{text}{json.dumps([END, len(self.heads)])}\n".encode()
 
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
-        self.check_alive()
+        self.engine.check_alive()
         try:
             _, rows, head_states = parse_state(state)
             memories = self.judge.memories.restored(rows)
@@ -194,14 +199,6 @@ class FakeLearning(LearningPart):
     def learned(self, adapter: str) -> PruningMemory:
         return self.judge.known(adapter) or PruningMemory()
 
-    def check_alive(self) -> None:
-        """Raises: RequestError (503) when the engine is dead."""
-        if self.dead:
-            raise EngineStopped(
-                "the engine has stopped; restart the server and see its log for the reason.",
-                status=HTTPStatus.SERVICE_UNAVAILABLE,
-            )
-
     def _named(self, detection_length: int | None, known: Mapping[int, Any], what: str) -> int:
         lengths = ", ".join(map(str, known)) or "none"
         meant = set(known) - {WHOLE} or set(known)
@@ -214,6 +211,9 @@ class FakeLearning(LearningPart):
                 param="detection_length",
             )
         return detection_length
+
+
+FAKE = FakeLearning
 
 
 def _fields(head: HeadInfo) -> dict[str, int]:

@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def app(path: Path) -> FastAPI:
-    return make_app(FakeEngine(), TraceRecorder(path))
+    return make_app(FakeEngine(), recorder=TraceRecorder(path))
 
 
 def rows_of(path: Path) -> list[Any]:

@@ -8,13 +8,14 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
-from tests.support.steps import races_of
+from tests.kernel.core.test_internal_errors import assert_a_step_that_raises_fails_its_candidates
+from tests.parts.rounds.steps import races_of
 from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, NUM_RACES, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.race import RacePlace
-from vllm_rollout.parts.rounds.rules.step import LOST
+from vllm_rollout.parts.rounds.rules.step import LOST, PLACE
 
 SIZE = 2
 
@@ -23,7 +24,7 @@ def add_race(run: TracedRun, groups: list[list[int]], num_wanted: int, first: in
     """Groups of one race; their candidates' request ids."""
     places = [RacePlace("round", num_wanted, first + position) for position in range(len(groups))]
     return [
-        add_group(run, f"g{place.position}", lengths, SIZE, place=place, num_replaceable=len(lengths))
+        add_group(run, f"g{place.position}", lengths, SIZE, said=PLACE.value(place), num_replaceable=len(lengths))
         for place, lengths in zip(places, groups, strict=True)
     ]
 
@@ -150,3 +151,13 @@ def test_a_race_that_is_forgotten_leaves_its_groups_to_themselves(new_run):
     assert [run.state(id) for ids in groups for id in ids] == ["finished"] * 4
     assert call(run, NUM_RACES, None) == 0
     assert_nothing_left(run)
+
+
+def test_a_race_that_cannot_be_settled_fails_the_candidates_of_its_step(new_run, monkeypatch):
+    """Races are settled in a step in which a candidate has ended: it has its own last output, without a note."""
+    run = new_run()
+    for group_id in "gh":
+        add_group(run, group_id, [30, 40, 50, 60], 2)
+    run.add("o", 70)
+    run.step()
+    assert_a_step_that_raises_fails_its_candidates(run, monkeypatch, races_of(run.scheduler), "settle")

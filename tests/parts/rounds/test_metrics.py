@@ -1,0 +1,13 @@
+"""Numbers of rounds at `/metrics`."""
+
+from tests.kernel.http.fake_engine import FakeEngine
+from tests.kernel.http.test_metrics import samples
+from tests.parts.rounds.steps import races_of
+from vllm_rollout.kernel.http.gauges import FreshGauges
+
+
+async def test_races_are_seen_without_a_rollout(app, http, engine: FakeEngine):
+    app.add_middleware(FreshGauges)
+    for race_id in "ab":
+        races_of(engine.steps).widen(race_id, 1)
+    assert (await samples(http))["races_held"] == 2
