@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.asynchronous.arms import ARMS, WAIT
 from benchmarks.asynchronous.clock import WORLDS
 from benchmarks.asynchronous.run import MAIN_ARMS
+from benchmarks.asynchronous.run import __doc__ as HOW_TO_RUN
 from benchmarks.common import ROOT, arguments_of, median_of_known, publish, record_of_run
 from benchmarks.tables import Row, bars, columns, grid, number, picture
 from benchmarks.time_to_reward.report import finite, interval
@@ -208,7 +209,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         for row in main:
             curves = [run["over_time"] for run in row["runs"]]
             means = [fmean(at) for at in zip(*(curve["success"] for curve in curves), strict=True)]
-            label = f"{row['title']} ({len(curves)} seeds)"
+            label = f"{row['title']} (runs: {len(curves)})"
             seconds = [fmean(at) for at in zip(*(curve["seconds"] for curve in curves), strict=True)]
             panels[0].plot(seconds, means, "o-", ms=3, color=colors[row["arm"]], label=label)
         panels[0].set_xlabel("seconds at a GPU's ratios")
@@ -237,7 +238,7 @@ def main() -> None:
         output=ROOT / "benchmarks/results/asynchronous.json", plot=ROOT / "docs/images/asynchronous.png"
     )
     arguments = arguments.parse_args()
-    record = record_of_run(seed=arguments.seed, workload={"trainings": __doc__})
+    record = record_of_run(seed=arguments.seed, workload={"runs": HOW_TO_RUN, "report": __doc__})
     found = {world: rows_of(arguments.folder / world, arguments.seed) for world in WORLDS}
     record["worlds"] = {world: rows for world, rows in found.items() if rows}
     for name in ("check", "speeds"):
