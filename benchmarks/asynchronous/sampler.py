@@ -129,7 +129,7 @@ class Wave:
         pads = torch.tensor([width - len(each.prompt_ids) for each in asked])
         counts = torch.tensor([each.num_candidates for each in asked])
         self.names: list[Name | None] = [Name(each.group, i) for each in asked for i in range(each.num_candidates)]
-        """Of each row. None if its answer has ended."""
+        """Name of each row. None if its answer has ended."""
         self.num_running, self.versions = len(self.names), list[int]()
         self.prompts, self.pads = ids.repeat_interleave(counts, 0), pads.repeat_interleave(counts)
         self.tokens = torch.zeros(len(self.names), MAX_TOKENS, dtype=torch.long)
