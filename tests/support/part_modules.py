@@ -1,4 +1,4 @@
-"""What tests of parts add to helpers of the kernel's tests."""
+"""Modules of parts' tests, which add to helpers of the kernel's tests."""
 
 from __future__ import annotations
 
