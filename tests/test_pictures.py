@@ -93,6 +93,11 @@ KEPT: Mapping[str, Kept] = {
         of_result("benchmarks.ablation"),
         ("milliseconds that each stage adds to a step, per group that is trained on",),
     ),
+    "asynchronous": Kept(
+        "python -m benchmarks.asynchronous",
+        of_result("benchmarks.asynchronous.report"),
+        (GPU_SECONDS, "seconds at a GPU's ratios, median (ticks: seeds)"),
+    ),
     "demo": Kept("make demo", draw_race, ("", *[""] * 4, *["output tokens"] * 4)),
     "demo_rounds": Kept(
         "vllm-rollout demo --rounds", draw_rounds, ("", "seconds of rollout, rounds one after the other")

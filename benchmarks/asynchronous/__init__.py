@@ -1,0 +1,1 @@
+"""Seconds to a reward at equal devices: waiting, racing, and training that does not wait for its rollouts."""
