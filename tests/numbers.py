@@ -361,10 +361,6 @@ README: Sequence[Quoted] = (
     Quoted("learning to a success rate of 0.60", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'race').split()[0]} {len(arm(it, 'race')['seeds'])} "
                       f"{sooner(it, 'race', 'long is right').split()[0]}"),
-    Quoted("one step off with a race, to a success rate of 0.60", "asynchronous training without a race",
-           "asynchronous",
-           lambda it: f"{clocked_gain(it, 'off-race', best_without_race(it)).split()[0]} "
-                      f"{len(clocked(it, 'off-race')['seeds'])}"),
     Quoted("rounds with a batched tail", "waiting for all", ("rounds_emulated", "rounds_emulated_earlier"),
            lambda *draws: " ".join(rounds_faster(it, 1.25, 1.25) for it in draws) + f" {len(draws)} "
            + " ".join(rounds_faster(it, 1.0, 1.25) for it in draws)),
