@@ -232,7 +232,15 @@ def command_line() -> str:
         name = ".".join(program.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     else:
         name = f"benchmarks.{program.stem}"
-    return " ".join(["python", "-m", name, *sys.argv[1:]])
+    return " ".join(["python", "-m", name, *map(_portable, sys.argv[1:])])
+
+
+def _portable(word: str) -> str:
+    """A word of a command. An absolute path becomes a path in the checkout, or its last name."""
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def git_commit() -> str | None:

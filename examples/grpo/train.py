@@ -47,7 +47,6 @@ class Progress:
     seconds: float = 0.0  # of steps, without evaluations and starts
     num_idle: int = 0  # steps in a row without a gradient
     run: str | None = None  # of rounds
-    feed: str | None = None
     learned: bytes = b""  # the server's state: lengths, scores and runs, if they matter
     record_size: int = 0  # in bytes: later lines of the record belong to a step that is repeated
 
@@ -231,8 +230,8 @@ class Training:
             self.run = self.server.client.run(*shape, id=self.progress.run, **run_fields(self.args))
             self.progress.run = self.run.id
         if self.args.feed:
-            self.progress.feed = self.progress.feed or f"{self.args.output.name}-{self.progress.id}"
-            self.feed = self.server.client.feed(id=self.progress.feed, **feed_fields(self.args))
+            id = f"{self.args.output.name}-{self.progress.id}"
+            self.feed = self.server.client.feed(id=id, **feed_fields(self.args))
         self.progress.learned = self.progress.learned or self.learned_by_server()
 
     def learned_by_server(self) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any, Self
 import httpx
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from conformance.prime_rl import make_adapter
@@ -330,6 +332,14 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         if parts.has("pruning"):
             server.blank = server.http.get("/v1/rollouts/state").content
         yield server
+
+
+def with_other_weights(model: str, folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """A copy of a model in a new folder, each tensor of which was changed."""
+    shutil.copytree(model, folder)
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: change(each) for name, each in load_file(file).items()}, file, {"format": "pt"})
+    return str(folder)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.engine.conftest import LONG, Server, serve_command
+from tests.engine.conftest import LONG, Server, serve_command, with_other_weights
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
 
@@ -30,12 +28,9 @@ FEED: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Models of one shape. The weights of the last one are not finite."""
-    copies = []
-    for shift in (0.01, torch.nan):
-        copies.append(shutil.copytree(tiny_model, tmp_path_factory.mktemp("weights") / "model"))
-        (file,) = copies[-1].glob("*.safetensors")
-        save_file({name: each + shift * torch.ones_like(each) for name, each in load_file(file).items()}, file)
-    return [tiny_model, *map(str, copies)]
+    folder = tmp_path_factory.mktemp("weights")
+    other = with_other_weights(tiny_model, folder / "other", lambda each: each + 0.01)
+    return [tiny_model, other, with_other_weights(tiny_model, folder / "bad", lambda each: each + torch.nan)]
 
 
 @pytest.fixture

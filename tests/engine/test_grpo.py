@@ -171,7 +171,7 @@ def test_a_feed_trains_on_older_groups_and_a_trainer_that_was_killed_goes_on(
     record, checkpoint = output / "record.jsonl", output / "checkpoint.pt"
     process = start(args)
     kill_when(process, lambda: record.exists() and record.read_text().count('"kind": "step"') == 2)
-    saved = torch.load(checkpoint, weights_only=False)["progress"]
+    feed_id = f"run-{torch.load(checkpoint, weights_only=False)['progress']['id']}"
     assert start(args).wait(TIMEOUT_S) == 0
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
@@ -179,6 +179,6 @@ def test_a_feed_trains_on_older_groups_and_a_trainer_that_was_killed_goes_on(
     assert {age for line in steps[-2:] for age in line["staleness"]} <= {0, 1}
     assert 1 in steps[-1]["staleness"]
     assert all(0 < line["ess_share"] <= 1 for line in steps)
-    feed = server.http.get(f"/v1/feeds/{saved['feed']}").json()
+    feed = server.http.get(f"/v1/feeds/{feed_id}").json()
     assert (feed["num_batches"], feed["totals"]["num_dropped"]) == (5, 0)
-    server.http.delete(f"/v1/feeds/{saved['feed']}").raise_for_status()
+    server.http.delete(f"/v1/feeds/{feed_id}").raise_for_status()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +15,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.engine.conftest import V2, Server, paused, serve_command
+from tests.engine.conftest import V2, Server, paused, serve_command, with_other_weights
 from tests.support.reference import worst
 from vllm_rollout import RolloutClient
 
@@ -33,15 +31,12 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two models of one shape, whose weights differ in every number."""
-    other = shutil.copytree(tiny_model, tmp_path_factory.mktemp("weights") / "other")
-    (file,) = other.glob("*.safetensors")
     chance = torch.Generator().manual_seed(1)
-    tensors = {
-        name: each + 0.3 * each.float().std() * torch.randn(each.shape, generator=chance).to(each.dtype)
-        for name, each in load_file(file).items()
-    }
-    save_file(tensors, file, {"format": "pt"})
-    return [tiny_model, str(other)]
+
+    def noisy(each: torch.Tensor) -> torch.Tensor:
+        return each + 0.3 * each.float().std() * torch.randn(each.shape, generator=chance).to(each.dtype)
+
+    return [tiny_model, with_other_weights(tiny_model, tmp_path_factory.mktemp("weights") / "other", noisy)]
 
 
 @pytest.fixture(scope="module")

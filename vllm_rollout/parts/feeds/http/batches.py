@@ -21,27 +21,10 @@ from vllm_rollout.parts.feeds.http.live import LiveFeed
 from vllm_rollout.parts.feeds.http.running import FeedRollout
 from vllm_rollout.parts.feeds.http.store import StoredFeed
 from vllm_rollout.parts.feeds.rules.bias import Share, share_of
-from vllm_rollout.parts.feeds.rules.feed import TakenGroup
+from vllm_rollout.parts.feeds.rules.feed import Newest, TakenGroup
 
 NUM_KEPT = 2
 """Batches whose answers are kept."""
-MAX_KEYS = 4096
-"""Keys that a feed remembers: the newest."""
-
-
-class Keys:
-    """The newest keys of requests."""
-
-    def __init__(self) -> None:
-        self._keys: dict[str, None] = {}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._keys
-
-    def add(self, key: str) -> None:
-        self._keys[key] = None
-        if len(self._keys) > MAX_KEYS:
-            del self._keys[next(iter(self._keys))]
 
 
 class Batches:
@@ -50,7 +33,7 @@ class Batches:
     def __init__(self, feed: LiveFeed) -> None:
         self.feed = feed
         self.turn, self.putting = asyncio.Lock(), asyncio.Lock()
-        self.puts, self._used = Keys(), Keys()
+        self.puts, self._used = Newest(), Newest()
         self._answers: dict[str, list[bytes]] = {}
 
     def kept(self, key: str) -> list[bytes] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -32,7 +32,8 @@ class Kept:
         if self.store is not None:
             await _written(partial(self.store.delete, self._name))
 
-    async def put(self, key: str | None, prompts: list[tuple[int, str]]) -> None:
+    async def put(self, key: str | None, prompts: Iterable[tuple[int, str]]) -> None:
+        """Write prompts, each with its turn. They are made where they are written."""
         if self.store is not None:
             await _written(partial(self.store.put, self._name, key, prompts))
 

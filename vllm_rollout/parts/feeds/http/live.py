@@ -318,4 +318,8 @@ class LiveFeed:
 
 
 def waiting_prompt(turn: int, prompt: Prompt) -> WaitingPrompt:
-    return WaitingPrompt(turn, prompt, len(prompt.model_dump_json(exclude_none=True)))
+    return WaitingPrompt(turn, prompt, len(as_json(prompt)))
+
+
+def as_json(prompt: Prompt) -> str:
+    return prompt.model_dump_json(exclude_none=True)

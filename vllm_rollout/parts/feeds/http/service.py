@@ -20,7 +20,7 @@ from vllm_rollout.parts.feeds.http.answers import FeedAnswer
 from vllm_rollout.parts.feeds.http.batches import Batches, feed_answer
 from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
 from vllm_rollout.parts.feeds.http.kept import Kept
-from vllm_rollout.parts.feeds.http.live import LiveFeed, WaitingPrompt
+from vllm_rollout.parts.feeds.http.live import LiveFeed, WaitingPrompt, as_json
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
 from vllm_rollout.parts.feeds.http.store import FeedStore, StoredFeed
 
@@ -105,8 +105,7 @@ class FeedService:
             if key is None or key not in found.puts:
                 prompts = found.feed.checked(request.prompts)
                 self._check_room(prompts)
-                rows = [(each.turn, each.prompt.model_dump_json(exclude_none=True)) for each in prompts]
-                await found.feed.kept.put(key, rows)
+                await found.feed.kept.put(key, ((each.turn, as_json(each.prompt)) for each in prompts))
                 found.feed.put(prompts)
                 if key is not None:
                     found.puts.add(key)

@@ -1,4 +1,4 @@
-"""Bias of trained groups: their lengths and rewards, compared with those of all groups that were admitted.
+"""Bias of trained groups: their lengths and rewards, compared with all groups that were admitted.
 
 Groups that are dropped for their age are longer than the average, so training sees answers that are too short.
 

@@ -17,15 +17,13 @@ from typing import Literal, NamedTuple
 OnStale = Literal["wait", "drop", "finish"]
 OnUpdate = Literal["keep", "recompute"]
 WaitsFor = Literal["groups", "older_groups", "prompts", "weights"]
-"""groups        more groups have to complete
-older_groups  a batch is complete, and older groups that run would become too old if it were taken without them
-prompts       nothing runs, and no prompt waits
-weights       no group may start before the next weights update
-"""
+"""Reason why there is no batch. `groups`: more groups have to complete. `older_groups`: without older groups that run,
+which would become too old, no batch is taken. `prompts`: nothing runs, and no prompt waits. `weights`: no group may
+start before the next weights update."""
 NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 """A version's name that ends with a number, as step-17."""
 MAX_NAMES = 4096
-"""Names of versions that a feed remembers."""
+"""Names that a feed remembers of each kind: of versions, and keys of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +128,37 @@ class Feed:
         return all(sum(at + eta <= self.version + more for at in left) <= more * batch for more in range(eta + 1))
 
 
-@dataclass(slots=True)
+class Newest:
+    """The newest names, at most MAX_NAMES."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str) -> None:
+        self._names[name] = None
+        if len(self._names) > MAX_NAMES:
+            del self._names[next(iter(self._names))]
+
+
 class Versions:
     """Names of the weights that a feed has known."""
 
-    name: str | None = None
-    """Name of the newest weights. None if they have none."""
-    names: dict[str, None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._remember()
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+        """Name of the newest weights. None if they have none."""
+        self._known = Newest()
+        if name is not None:
+            self._known.add(name)
 
     def is_new(self, name: str | None) -> bool:
         """Note the name of the current weights. True if the weights have changed."""
         if name is None or name == self.name:
             return False
         self.name = name
-        self._remember()
+        self._known.add(name)
         return True
 
     def goes_back(self, name: str) -> bool:
@@ -155,10 +167,4 @@ class Versions:
             return False
         now, then = (NUMBERED.fullmatch(each) for each in (name, self.name or ""))
         is_lower = now and then and now[1] == then[1] and int(now[2]) < int(then[2])
-        return name in self.names or bool(is_lower)
-
-    def _remember(self) -> None:
-        if self.name is not None:
-            self.names[self.name] = None
-            if len(self.names) > MAX_NAMES:
-                del self.names[next(iter(self.names))]
+        return name in self._known or bool(is_lower)
