@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.rules.request_names import names_of_request
@@ -332,6 +333,46 @@ async def test_a_trainer_that_never_takes_leaves_no_more_groups_than_there_are_p
     feed = await look(http)
     assert feed["num_running"] + feed["num_complete"] == 6
     assert feed["num_waiting"] == 34
+
+
+async def test_a_feed_with_too_many_bytes_starts_no_group_before_a_batch_is_taken(
+    app, http, engine, monkeypatch
+) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_BYTES", 2000)
+    await make(http)
+    assert (await make(http, id="b"))["max_complete_bytes"] == 1000
+    await http.delete("/v1/feeds/b")
+    await put(http, 0, 12)
+    feed = app.state.feed_service.live[0].rule
+    await eventually(lambda: len(feed.complete) == 6)
+    batches = [await take(http)]
+    update(app, engine, "1")  # without the bound three more groups would start
+    seen = await look(http)
+    assert (seen["num_complete"], seen["num_running"], seen["num_waiting"], seen["capacity"]) == (3, 0, 6, 0)
+    assert seen["complete_bytes"] >= seen["max_complete_bytes"] == 2000
+    assert seen["waits_for"] == "trainer"
+    for step in range(3):
+        batches.append(await take(http))
+        update(app, engine, f"{step + 2}")
+    assert [each for batch in batches for each in ids(batch)] == [f"q{i}" for i in range(12)]
+    assert "no more groups start before batches are taken" in batches[0]["warnings"][0]
+
+
+async def test_groups_without_a_place_in_the_engine_wait_again_when_a_feed_is_full(engine, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_BYTES", 1)
+    engine.num_launch_places = 4
+    app = make_app(engine)
+    async with http_of(app) as http:
+        await make(http, max_staleness=9)
+        await put(http, 0, 30)
+        feed = app.state.feed_service.live[0].rule
+        await eventually(lambda: len(feed.complete) >= 3 and not feed.running)
+        seen = await look(http)
+        assert seen["num_complete"] <= 3 + 1  # another one had begun
+        assert seen["num_complete"] + seen["num_waiting"] == 30
+        batches = [await take(http, drain=True) for _ in range(10)]
+    assert sorted(each for batch in batches for each in ids(batch)) == sorted(f"q{i}" for i in range(30))
+    assert "no more groups start before batches are taken" in batches[0]["warnings"][0]
 
 
 async def test_races_hold_inside_a_feed(http, engine) -> None:

@@ -48,10 +48,12 @@ async def test_prompts_and_complete_groups_survive_a_kill(start: Start) -> None:
         first = await take(http, idempotency_key="k0")
         update(app, engine, "step-1")
         await complete(app, 6)
+        before = await look(http)
     after = FakeEngine()
     async with http_of(start(after)) as http:
         feed = await look(http)
         assert (feed["version"], feed["num_complete"], feed["num_batches"]) == (1, 6, 1)
+        assert (feed["complete_bytes"], feed["waits_for"]) == (before["complete_bytes"], "trainer")
         assert await take(http, idempotency_key="k0") == first
         await put(http, 0, 9, idempotency_key="p")
         assert (await look(http))["num_waiting"] == 0

@@ -14,14 +14,19 @@ TERMS = st.builds(FeedTerms, st.integers(1, 4), st.integers(0, 3), st.sampled_fr
 STEPS = st.lists(st.sampled_from(["admit", "complete", "filter", "take", "update"]), max_size=120)
 
 
+MAX_BYTES = st.sampled_from([1, 25, 10**9])
+"""Complete groups have 10 bytes each."""
+
+
 class Watched:
     """A feed, and each group's fate."""
 
-    def __init__(self, terms: FeedTerms) -> None:
+    def __init__(self, terms: FeedTerms, max_bytes: int = 10**9) -> None:
         self.feed = Feed(terms)
         self.born: dict[int, int] = {}
         self.over: dict[int, str] = {}
         self.num_batches = 0
+        self.feed.max_bytes = max_bytes
 
     def admit(self) -> None:
         if self.feed.capacity:
@@ -32,7 +37,7 @@ class Watched:
             return
         number = pick(sorted(self.feed.running))
         if keep:
-            self.feed.completed(number)
+            self.feed.completed(number, num_bytes=10)
         else:
             self.feed.gave_up(number)
             self.finish(number, "filtered")
@@ -67,12 +72,14 @@ class Watched:
         assert alive | self.over.keys() == self.born.keys()
         assert alive.isdisjoint(self.over)
         assert 0 <= feed.capacity <= feed.terms.num_places - len(alive)
+        assert feed.sizes.keys() == feed.complete.keys()
+        assert not feed.is_full or feed.capacity <= max(0, feed.terms.batch - len(alive))
 
 
 @settings(max_examples=400, deadline=None)
-@given(TERMS, STEPS, st.randoms(use_true_random=False))
-def test_no_order_of_events_takes_a_group_twice_or_loses_it_or_exceeds_the_bound(terms, steps, chance):
-    watched = Watched(terms)
+@given(TERMS, STEPS, MAX_BYTES, st.randoms(use_true_random=False))
+def test_no_order_of_events_takes_a_group_twice_or_loses_it_or_exceeds_the_bound(terms, steps, max_bytes, chance):
+    watched = Watched(terms, max_bytes)
     acts = {
         "admit": watched.admit,
         "complete": lambda: watched.end(chance.choice, keep=True),
@@ -86,9 +93,11 @@ def test_no_order_of_events_takes_a_group_twice_or_loses_it_or_exceeds_the_bound
 
 
 @settings(max_examples=200, deadline=None)
-@given(TERMS, st.integers(1, 12), st.floats(0, 0.6), st.randoms(use_true_random=False))
-def test_a_trainer_that_takes_and_updates_in_turn_gets_batch_after_batch(terms, num_batches, filtered, chance):
-    watched = Watched(terms)
+@given(TERMS, st.integers(1, 12), st.floats(0, 0.6), MAX_BYTES, st.randoms(use_true_random=False))
+def test_a_trainer_that_takes_and_updates_in_turn_gets_batch_after_batch(
+    terms, num_batches, filtered, max_bytes, chance
+):
+    watched = Watched(terms, max_bytes)
     for _ in range(num_batches):
         for _ in range(10_000):
             while watched.feed.capacity:
@@ -107,9 +116,9 @@ def test_a_trainer_that_takes_and_updates_in_turn_gets_batch_after_batch(terms, 
 
 
 @settings(max_examples=200, deadline=None)
-@given(TERMS, STEPS, st.randoms(use_true_random=False))
-def test_after_any_beginning_a_trainer_that_takes_and_updates_in_turn_gets_a_batch(terms, steps, chance):
-    watched = Watched(terms)
+@given(TERMS, STEPS, MAX_BYTES, st.randoms(use_true_random=False))
+def test_after_any_beginning_a_trainer_that_takes_and_updates_in_turn_gets_a_batch(terms, steps, max_bytes, chance):
+    watched = Watched(terms, max_bytes)
     acts = {"admit": watched.admit, "take": watched.take, "update": watched.update}
     for step in steps:
         acts.get(step, lambda: watched.end(chance.choice, keep=True))()
@@ -196,6 +205,25 @@ def test_a_trainer_that_updates_and_never_takes_fills_no_more_places():
             feed.completed(feed.admit())
         feed.updated()
     assert len(feed.complete) == feed.terms.num_places == 6
+
+
+def test_a_feed_with_too_many_bytes_starts_the_groups_of_its_next_batch_only():
+    feed = Feed(FeedTerms(2, 1), max_bytes=30)
+    for _ in range(4):
+        feed.admit()
+    feed.updated()
+    feed.completed(0, 20)
+    assert (feed.is_full, feed.capacity, feed.too_many([2, 3])) == (False, 0, [])
+    feed.completed(1, 20)
+    assert (feed.is_full, feed.capacity, feed.too_many([2, 3])) == (True, 0, [3, 2])
+    feed.gave_up(2)
+    feed.gave_up(3)
+    assert (feed.capacity, feed.waits_for(9)) == (0, "trainer")
+    assert feed.take() == [(0, 0, 1), (1, 0, 1)]
+    assert (feed.num_bytes, feed.capacity) == (0, 2)
+    feed.max_bytes = 10
+    feed.completed(feed.admit(), 20)
+    assert (feed.is_full, feed.capacity) == (True, 1)  # the batch lacks one
 
 
 def test_two_batches_under_one_version_use_the_places_of_later_ones():

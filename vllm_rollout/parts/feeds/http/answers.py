@@ -136,11 +136,15 @@ class FeedAnswer(BaseModel):
     num_running: int
     num_complete: int
     """Complete groups that no batch has yet."""
+    complete_bytes: int
+    """Size of these groups as JSON."""
+    max_complete_bytes: int
+    """From this size on, only those groups start that the next batch lacks."""
     capacity: int
     """Groups that may start before the next weights update."""
     waits_for: WaitsFor
     """Reason why the next batch is not complete. `groups`: more have to complete. `older_groups`: a batch waits for
     groups that would become too old. `prompts`: put more. `weights`: nothing may start before a weights update with a
-    new name."""
+    new name. `trainer`: a batch is complete, and may be taken."""
     totals: FeedTotals
     meter: FeedMeter

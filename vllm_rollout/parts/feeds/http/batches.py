@@ -128,6 +128,8 @@ def feed_answer(feed: LiveFeed) -> FeedAnswer:
         num_waiting=len(feed.waiting),
         num_running=len(rule.running),
         num_complete=len(rule.complete),
+        complete_bytes=rule.num_bytes,
+        max_complete_bytes=rule.max_bytes,
         capacity=rule.capacity,
         waits_for=rule.waits_for(len(feed.waiting)),
         totals=FeedTotals(

@@ -138,7 +138,7 @@ class LiveFeed:
                 self.waiting.append(waiting_prompt(turn, prompt))
                 continue
             number, rule.num_admitted = rule.num_admitted, rule.num_admitted + 1
-            rule.complete[number] = born
+            rule.complete[number], rule.sizes[number] = born, len(group)
             size = GroupSize(fields["tokens"], fields["reward"])
             names = fields["born_version"], fields["rollout_id"]
             self.groups[number] = FeedRollout(
@@ -210,7 +210,8 @@ class LiveFeed:
 
     def _admit(self) -> None:
         """Start as many groups as there is room for."""
-        while self.waiting and self.rule.capacity and not self.is_held and self.bad_version != self.rule.version:
+        may_start = not self.is_held and self.bad_version != self.rule.version
+        for _ in range(min(len(self.waiting), self.rule.capacity) if may_start else 0):
             number = self.rule.admit()
             waiting = self.waiting.popleft()
             group = FeedRollout(
@@ -260,14 +261,27 @@ class LiveFeed:
             self.since.filtered.append(name)
             self._gave_up(number, "filtered")
         else:
-            self.rule.completed(number)
+            self.rule.completed(number, len(group.json))
             size, born = group.size, self.rule.complete[number]
             fields = {"born_version": group.born_version, "rollout_id": group.rollout_id, **asdict(size)}
             self.kept.completed(group.turn, born, fields, group.json)
+            self._put_back()
         self._admit()
 
     def _forget(self, number: int, _: asyncio.Task[None]) -> None:
         del self._tasks[number]
+
+    def _put_back(self) -> None:
+        """Let prompts wait again whose groups have no place in the engine, if complete groups have too many bytes."""
+        queue = [number for number in self.rule.running if not self.groups[number].has_begun]
+        for number in self.rule.too_many(queue):
+            self._tasks[number].cancel()
+            self._again(number)
+        if self.rule.is_full and self.waiting:
+            self._warn(
+                f"complete groups have {self.rule.num_bytes} bytes, at most {self.rule.max_bytes} may wait here: no "
+                "more groups start before batches are taken."
+            )
 
     def _again(self, number: int) -> None:
         """Let the prompt of a group wait again, in its turn."""

@@ -44,6 +44,8 @@ class FeedRollout:
     """Candidates that have ended."""
     num_tokens: int = 0
     """Tokens of candidates that have ended."""
+    has_begun: bool = False
+    """True once it has places in the engine."""
     saw_bad_weights: bool = False
     """True if a candidate failed because logits were not finite."""
 
@@ -82,12 +84,13 @@ class FeedRollout:
 
 
 class _Lengths(RolloutPart):
-    """Counts tokens while a group runs. Overrides: group."""
+    """Notes the beginning of a group, and counts its tokens. Overrides: group."""
 
     def __init__(self, feed_rollout: FeedRollout) -> None:
         self._rollout = feed_rollout
 
     def group(self, record: GroupRecord) -> GroupPart:
+        self._rollout.has_begun = True
         return _GroupLengths(self._rollout)
 
 

@@ -23,6 +23,7 @@ from vllm_rollout.parts.feeds.http.kept import Kept
 from vllm_rollout.parts.feeds.http.live import LiveFeed, WaitingPrompt, as_json
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
 from vllm_rollout.parts.feeds.http.store import FeedStore, StoredFeed
+from vllm_rollout.parts.feeds.rules.feed import MAX_BYTES
 
 CHECK = {"id": "check", "prompt_token_ids": [0]}
 """Stands for a feed's prompts when its fields are checked."""
@@ -37,6 +38,7 @@ WAITS = {
     "older_groups": "it would leave running groups behind that are too old for the next batch.",
     "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Put more, or set drain.",
     "weights": "no group may start before weights with a new name come. The current ones are {name!r}.",
+    "trainer": "one is complete, and another request takes it.",
 }
 """Message for each reason why there is no batch."""
 
@@ -58,6 +60,7 @@ class FeedService:
         self._store = store
         for stored in () if store is None else store.load():
             self._take_up(stored)
+        self._share()
 
     async def create(self, request: FeedRequest) -> tuple[FeedAnswer, bool]:
         """Create a feed. Returns it, and True if it is new. Raises: RequestError, 409 if a feed of that id has other
@@ -71,6 +74,7 @@ class FeedService:
                 self._check_num_feeds()
                 feed = self._feed(name, request, check.model, version)
                 self._feeds[name] = Batches(feed)
+                self._share()
                 try:
                     await feed.kept.created(feed.created, feed.model, _as_json(request), feed.state)
                 except RequestError:
@@ -91,6 +95,7 @@ class FeedService:
         """Delete a feed, and stop its groups. Raises: RequestError (404)."""
         found = self._find(id)
         del self._feeds[_name(id)]
+        self._share()
         await found.feed.close()
         async with found.putting:
             await found.feed.kept.deleted()
@@ -157,6 +162,11 @@ class FeedService:
         """Raises: RequestError (404) if the feed was deleted meanwhile."""
         if self._feeds.get(_name(id)) is not found:
             raise _unknown(id)
+
+    def _share(self) -> None:
+        """Give each feed an equal share of the bytes of complete groups."""
+        for feed in self.live:
+            feed.rule.max_bytes = MAX_BYTES // len(self._feeds)
 
     def _check_num_feeds(self) -> None:
         if len(self._feeds) >= MAX_FEEDS:

@@ -16,12 +16,14 @@ from typing import Literal, NamedTuple
 
 OnStale = Literal["wait", "drop", "finish"]
 OnUpdate = Literal["keep", "recompute"]
-WaitsFor = Literal["groups", "older_groups", "prompts", "weights"]
+WaitsFor = Literal["groups", "older_groups", "prompts", "weights", "trainer"]
 """Reason why there is no batch. `groups`: more groups have to complete. `older_groups`: without older groups that run,
 which would become too old, no batch is taken. `prompts`: nothing runs, and no prompt waits. `weights`: no group may
-start before the next weights update."""
+start before the next weights update. `trainer`: a batch is complete, and may be taken."""
 NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 """A version's name that ends with a number, as step-17."""
+MAX_BYTES = 4 << 30
+"""Most bytes of complete groups that wait for a trainer, in all feeds of a server."""
 MAX_NAMES = 4096
 """Names that a feed remembers of each kind: of versions, and keys of requests."""
 
@@ -59,13 +61,28 @@ class Feed:
     """Version at birth of each running group."""
     complete: dict[int, int] = field(default_factory=dict)
     """Version at birth of each complete group."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each complete group."""
+    max_bytes: int = MAX_BYTES
+    """Bytes of complete groups from which on no group starts but those that the next batch lacks."""
     num_admitted: int = 0
 
     @property
     def capacity(self) -> int:
         """Groups that may start now. Source: AReaL, 5.1."""
-        most = (self.version + self.terms.max_staleness + 1) * self.terms.batch
-        return max(0, most - self.num_used - len(self.running) - len(self.complete))
+        most = (self.version + self.terms.max_staleness + 1) * self.terms.batch - self.num_used
+        if self.is_full:
+            most = min(most, self.terms.batch)
+        return max(0, most - len(self.running) - len(self.complete))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of complete groups."""
+        return sum(self.sizes.values())
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_bytes >= self.max_bytes
 
     def admit(self) -> int:
         """Start a group. Returns its number."""
@@ -74,8 +91,8 @@ class Feed:
         self.running[number] = self.version
         return number
 
-    def completed(self, number: int) -> None:
-        self.complete[number] = self.running.pop(number)
+    def completed(self, number: int, num_bytes: int = 0) -> None:
+        self.complete[number], self.sizes[number] = self.running.pop(number), num_bytes
 
     def gave_up(self, number: int) -> None:
         """Give back the place of a running group that was filtered, or that failed."""
@@ -86,13 +103,18 @@ class Feed:
 
         `drain`: no prompt waits, so once nothing runs the batch may be smaller, or empty.
         """
-        oldest = sorted(self.complete)[: self.terms.batch]
+        oldest = self._oldest
         is_last = drain and not self.running
         if (len(oldest) < self.terms.batch and not is_last) or not self._may_take(oldest):
             return None
         self.num_used += self.terms.batch
-        born = {number: self.complete.pop(number) for number in oldest}
+        born = {number: self._pop_complete(number) for number in oldest}
         return [TakenGroup(number, at, self.version - at) for number, at in born.items()]
+
+    def too_many(self, not_begun: Iterable[int]) -> list[int]:
+        """Groups that give their places back, because the feed is full: the newest of those that have not begun."""
+        spare = len(self.running) + len(self.complete) - self.terms.batch if self.is_full else 0
+        return sorted(not_begun, reverse=True)[: max(0, spare)]
 
     def updated(self) -> list[int]:
         """The weights have changed. Returns the groups that have become too old. They are dropped."""
@@ -101,19 +123,30 @@ class Feed:
         if self.terms.on_stale == "finish":
             return []
         oldest = self.version - self.terms.max_staleness
-        expired = [number for alive in (self.running, self.complete) for number, at in alive.items() if at < oldest]
-        for number in expired:
-            self.running.pop(number, None)
-            self.complete.pop(number, None)
-        return expired
+        running = [number for number, at in self.running.items() if at < oldest]
+        complete = [number for number, at in self.complete.items() if at < oldest]
+        for number in running:
+            del self.running[number]
+        for number in complete:
+            self._pop_complete(number)
+        return running + complete
 
     def waits_for(self, num_prompts: int) -> WaitsFor:
         """The reason why there is no batch. `num_prompts`: prompts that wait."""
         if len(self.complete) >= self.terms.batch:
-            return "older_groups"
+            return "trainer" if self._may_take(self._oldest) else "older_groups"
         if self.running:
             return "groups"
         return "weights" if num_prompts else "prompts"
+
+    @property
+    def _oldest(self) -> list[int]:
+        """The complete groups of the next batch."""
+        return sorted(self.complete)[: self.terms.batch]
+
+    def _pop_complete(self, number: int) -> int:
+        del self.sizes[number]
+        return self.complete.pop(number)
 
     def _may_take(self, oldest: Iterable[int]) -> bool:
         """True if the other groups can still be taken in time, or if waiting would bring no older group."""

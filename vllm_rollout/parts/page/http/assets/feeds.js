@@ -4,7 +4,7 @@ import { el, foreign, number, table, tiles } from "./dom.js";
 const FATES = ["admitted", "trained", "complete", "running", "filtered", "dropped", "failed"];
 const WAITS = {
   groups: "more groups to complete", older_groups: "older groups, which would become too old",
-  prompts: "prompts", weights: "weights with a new name",
+  prompts: "prompts", weights: "weights with a new name", trainer: "the trainer: a batch is complete",
 };
 
 function feedOf(feed) {
