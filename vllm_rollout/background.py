@@ -50,7 +50,9 @@ def spawn(work: Coroutine[Any, Any, object], name: str, among: set[asyncio.Task[
         with survived(name):
             await work
 
-    return begin(run(), among)
+    task = begin(run(), among)
+    task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
+    return task
 
 
 @contextmanager

@@ -83,6 +83,8 @@ class Candidate:
     num_sent: int = 0
     before: list[int] = field(default_factory=list)
     """Tokens of the candidate from an earlier round."""
+    versions: list[str | None] = field(default_factory=list)
+    """Version of the weights of each token."""
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
         start, end = self.num_sent, self.num_tokens
@@ -378,6 +380,7 @@ class FakeEngine:
         due: dict[str, dict[CandidateId, Any]] = {}
         for id, candidate in running.items():
             candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
+            candidate.versions.append(self._version_of(len(candidate.versions)))
             terms = group.terms.parts.items()
             if candidate.num_tokens == len(candidate.token_ids):
                 last = {name: self.parts[name].observe_last(its, candidate.token_ids, adapter) for name, its in terms}
@@ -398,15 +401,19 @@ class FakeEngine:
         for id in steps.close_step(seen or {}, lambda id: self.candidates[id].num_tokens).stop:
             self.stops.setdefault(id.group_id, []).append(id)
 
-    def _spans(self, num_tokens: int) -> list[dict[str, Any]]:
-        if self.weight_version is None:
-            return []
-        starts = {0: self.weight_version, **{at: v for at, v in self.weight_version_from.items() if at < num_tokens}}
-        ends = [*list(starts)[1:], num_tokens]
-        return [
-            {"version": version, "start": start, "end": end}
-            for (start, version), end in zip(starts.items(), ends, strict=True)
-        ]
+    def _version_of(self, token: int) -> str | None:
+        """Version of the weights that make this output token now."""
+        return next((v for at, v in reversed(self.weight_version_from.items()) if at <= token), self.weight_version)
+
+    @staticmethod
+    def _spans(versions: Sequence[str | None]) -> list[dict[str, Any]]:
+        spans: list[dict[str, Any]] = []
+        for token, version in enumerate(versions):
+            if version is not None and spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = token + 1
+            elif version is not None:
+                spans.append({"version": version, "start": token, "end": token + 1})
+        return spans
 
     def _end(self, candidate: Candidate, group_id: str, group: Group, handle: Handle) -> CandidateEnd:
         state: CandidateState = group.state(candidate.index)
@@ -431,7 +438,7 @@ class FakeEngine:
             finish_reason=candidate.end_reason if by_itself else "error" if state == "failed" else "abort",
             stop_reason=state if state in ("surplus", "pruned") else None,
             confidence=None,
-            weight_versions=self._spans(num_tokens),
+            weight_versions=self._spans(candidate.versions[:num_tokens]),
             parts=self.steps.notes(CandidateId(group_id, candidate.index), group),
             is_replaced=group.is_replaced(candidate.index),
             error=self.error if state == "failed" else None,

@@ -255,7 +255,7 @@ async def test_a_feed_is_made_once_and_deleted_with_its_groups(http, engine) -> 
         ({"batch": 10_000}, "batch"),
         ({"max_staleness": -1}, "max_staleness"),
         ({"on_stale": "x"}, "on_stale"),
-        ({"on_update": "stop"}, "on_update"),
+        ({"on_update": "x"}, "on_update"),
         ({"filter": "zero_variance"}, "filter"),
         ({"redundancy": 100}, "redundancy"),
         ({"max_candidates": False}, "max_candidates"),

@@ -12,7 +12,10 @@ PART = Part(
         "metrics": "vllm_rollout.parts.feeds.http.metrics:FeedMetrics",
         "routes": "vllm_rollout.parts.feeds.http.routes:ROUTES",
     },
-    also={"page": {"shown": "vllm_rollout.parts.feeds.with_page.http:show"}},
+    also={
+        "page": {"shown": "vllm_rollout.parts.feeds.with_page.http:show"},
+        "rounds": {"going_on": "vllm_rollout.parts.feeds.with_rounds.http:GoingOn"},
+    },
     exports={
         "AsyncFeed": "vllm_rollout.parts.feeds.client.feed:AsyncFeed",
         "Feed": "vllm_rollout.parts.feeds.client.feed:Feed",

@@ -134,6 +134,9 @@ class FeedAnswer(BaseModel):
     num_waiting: int
     """Prompts that wait to start."""
     num_running: int
+    """Groups that have begun and are not complete."""
+    num_stopped: int
+    """Those of them that were stopped, and wait to go on."""
     num_complete: int
     """Complete groups that no batch has yet."""
     complete_bytes: int

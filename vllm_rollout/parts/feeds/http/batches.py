@@ -127,11 +127,12 @@ def feed_answer(feed: LiveFeed) -> FeedAnswer:
         num_batches=feed.num_batches,
         num_waiting=len(feed.waiting),
         num_running=len(rule.running),
+        num_stopped=len(feed.stopped),
         num_complete=len(rule.complete),
         complete_bytes=rule.num_bytes,
         max_complete_bytes=rule.max_bytes,
         capacity=rule.capacity,
-        waits_for=rule.waits_for(len(feed.waiting)),
+        waits_for=feed.waits_for,
         totals=FeedTotals(
             num_put=feed.num_put,
             num_admitted=rule.num_admitted,

@@ -10,6 +10,7 @@ from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS
 from vllm_rollout.kernel.http.body import Body, of_table
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields
 from vllm_rollout.kernel.http.rewards import Filter
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.parts.feeds.rules.feed import FeedTerms, OnStale, OnUpdate
 
 Key = Annotated[StrictStr, Field(min_length=1, max_length=256)]
@@ -58,8 +59,9 @@ class FeedRequest(RolloutFields):
     )
     on_update: OnUpdate = Field(
         default="keep",
-        description='KV of running groups when the weights get a new name. "recompute": computed again by the new '
-        'weights. "keep": left to the trainer, whose `give_weights` has an option of its own.',
+        description='Running groups when the weights get a new name. "recompute": their KV is computed again by the '
+        'new weights. "stop": they stop, their tokens are kept, and they go on once no complete batch waits. "keep": '
+        "left to the trainer, whose `give_weights` has an option of its own.",
     )
     filter: Filter | None = Field(
         default=None,
@@ -73,6 +75,8 @@ class FeedRequest(RolloutFields):
             raise ValueError(
                 f"batch: (max_staleness + 1) * batch must be at most {MAX_PROMPTS}, got {most}. Lower one of them."
             )
+        if self.on_update == "stop" and face("feeds", "going_on") is None:
+            raise ValueError('on_update: "stop" needs the part rounds, which is left out. Choose another value.')
         if self.filter is not None and self.reward is None:
             raise ValueError("filter: needs a reward by which the server grades, got none. Name one, or leave it out.")
         if self.filter is not None and self.group_size < 2:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_rollout.background import heard, spawn
 from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.feeds.http.running import KeptOutput
 from vllm_rollout.parts.feeds.http.store import FeedStore
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-feeds")
@@ -41,6 +42,12 @@ class Kept:
         """Write a complete group soon. After a kill before that, it runs again."""
         if self.store is not None:
             self._later(partial(self.store.completed, self._name, turn, born, fields, group))
+
+    def stopped(self, turn: int, born: int, born_version: str | None, kept: KeptOutput) -> None:
+        """Write the output of a stopped group soon. After a kill before that, it goes on with less, or runs again."""
+        if self.store is not None:
+            fields = {"born_version": born_version, "indices": kept.indices, "num_tokens": kept.num_tokens}
+            self._later(partial(self.store.stopped, self._name, turn, born, fields, kept.packed))
 
     def left(self, turns: list[int], state: Mapping[str, Any]) -> None:
         """Forget prompts soon, and keep the feed's numbers."""

@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from vllm_rollout.background import spawn
+from vllm_rollout.kernel.http.answers import Usage
 from vllm_rollout.kernel.http.clients import act_for
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.protocol import Prompt
@@ -26,10 +27,10 @@ from vllm_rollout.parts.feeds.http.answers import FailedPrompt
 from vllm_rollout.parts.feeds.http.body import FeedRequest
 from vllm_rollout.parts.feeds.http.kept import Kept
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
-from vllm_rollout.parts.feeds.http.running import FeedRollout
+from vllm_rollout.parts.feeds.http.running import FeedRollout, KeptOutput
 from vllm_rollout.parts.feeds.http.store import StoredFeed
 from vllm_rollout.parts.feeds.rules.bias import BiasMeter, Fate, GroupSize
-from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup, Versions
+from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup, Versions, WaitsFor
 from vllm_rollout.parts.weights.http import recomputed
 
 AGAIN_S = 1.0
@@ -82,6 +83,8 @@ class LiveFeed:
         self.waiting: deque[WaitingPrompt] = deque()
         self.groups: dict[int, FeedRollout] = {}
         """Groups that run or are complete, by number."""
+        self.stopped: set[int] = set()
+        """Running groups that were stopped, and wait to go on."""
         self.since = SinceBatch()
         self.num_put = self.num_batches = self.generated_tokens = self.wasted_tokens = 0
         self._rollouts, self._metrics = rollouts, metrics
@@ -132,12 +135,20 @@ class LiveFeed:
         self.num_put, self.num_batches = state["num_put"], state["num_batches"]
         rule.version, rule.num_used = state["version"], state["num_used"]
         self.is_held = True
-        for turn, body, born, fields, group in stored.prompts:
+        for turn, body, born, fields, group, packed in stored.prompts:
             prompt = Prompt.model_validate_json(body)
             if born is None:
                 self.waiting.append(waiting_prompt(turn, prompt))
                 continue
             number, rule.num_admitted = rule.num_admitted, rule.num_admitted + 1
+            if packed is not None:
+                rule.running[number] = born
+                before = KeptOutput(packed, fields["indices"], fields["num_tokens"])
+                self.groups[number] = FeedRollout(
+                    prompt, turn, self.request.group_size, born, fields["born_version"], before=before
+                )
+                self.stopped.add(number)
+                continue
             rule.complete[number], rule.sizes[number] = born, len(group)
             size = GroupSize(fields["tokens"], fields["reward"])
             names = fields["born_version"], fields["rollout_id"]
@@ -156,6 +167,8 @@ class LiveFeed:
             for number in self.rule.updated():
                 self._drop(number)
             self.kept.left([], self.state)
+            if self.request.on_update == "stop":
+                self._stop_running()
             if self.request.on_update == "recompute" and (names := [group.rollout_id for group in self.running]):
                 spawn(recomputed(self._rollouts.engine, names), "KV of a feed's groups")
             self._admit()
@@ -196,12 +209,18 @@ class LiveFeed:
         return (self.groups[number] for number in self.rule.complete)
 
     @property
+    def waits_for(self) -> WaitsFor:
+        """The reason why there is no batch."""
+        return self.rule.waits_for(len(self.waiting), len(self.stopped))
+
+    @property
     def num_waiting_bytes(self) -> int:
         return sum(each.num_bytes for each in self.waiting)
 
     async def close(self) -> None:
         """Stop all groups."""
         self.waiting.clear()
+        self.stopped.clear()
         self._notify()
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -209,8 +228,12 @@ class LiveFeed:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _admit(self) -> None:
-        """Start as many groups as there is room for."""
+        """Let stopped groups go on unless a batch is complete, and start as many groups as there is room for."""
         may_start = not self.is_held and self.bad_version != self.rule.version
+        if may_start and not self.rule.is_ready:
+            for number in sorted(self.stopped):
+                self._start(number)
+            self.stopped.clear()
         for _ in range(min(len(self.waiting), self.rule.capacity) if may_start else 0):
             number = self.rule.admit()
             waiting = self.waiting.popleft()
@@ -218,16 +241,31 @@ class LiveFeed:
                 waiting.prompt, waiting.turn, self.request.group_size, self.rule.running[number], self.versions.name
             )
             self.groups[number] = group
-            task = self._context.run(spawn, self._run(number, group), "a group of a feed")
-            task.add_done_callback(partial(self._forget, number))
-            self._tasks[number] = task
+            self._start(number)
         self._notify()
+
+    def _start(self, number: int) -> None:
+        group = self.groups[number]
+        group.version, group.began_with = self.rule.version, self.versions.name
+        task = self._context.run(spawn, self._run(number, group), "a group of a feed")
+        task.add_done_callback(partial(self._forget, number))
+        self._tasks[number] = task
+
+    def _stop_running(self) -> None:
+        """Stop groups that run. Those that have just come to the engine may run on."""
+        running = [group for group in self.running if group.can_go_on and group.group_id is not None]
+        for group in running:
+            group.is_stopping = True
+        if running:
+            ids = [group.group_id for group in running if group.group_id is not None]
+            spawn(self._rollouts.engine.cancel_groups(ids), "stopping a feed's groups")
 
     async def _run(self, number: int, group: FeedRollout) -> None:
         reason: str | None = None
         try:
             labels = {"feed": self.id, "group": number}
-            await group.run(self._rollouts, self.request.rollout_fields(), labels)
+            stops = self.request.on_update == "stop"
+            await group.run(self._rollouts, self.request.rollout_fields(), labels, stops=stops)
         except RequestError as error:
             if error.status in PASSING:
                 await asyncio.sleep(error.retry_after_s or AGAIN_S)
@@ -247,12 +285,19 @@ class LiveFeed:
         if group.saw_bad_weights and not is_complete:
             self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
             self.wasted_tokens += group.usage.generated_tokens
-            if group.born == self.rule.version:  # others may have KV of earlier weights
-                self.bad_version = group.born
+            if group.version == self.rule.version:  # others may have KV of earlier weights
+                self.bad_version = group.version
             self._again(number)
             return
         for warning in group.warnings:
             self._warn(warning)
+        if group.was_stopped:
+            num_kept = 0 if group.kept is None else group.kept.num_tokens
+            self.wasted_tokens += group.num_before + group.usage.generated_tokens - num_kept
+            if group.kept is not None:
+                self.kept.stopped(group.turn, group.born, group.born_version, group.kept)
+            self._again(number)
+            return
         if not is_complete:
             reason = reason or (group.event and group.event.reason) or "its candidates were stopped."
             self.since.failed.append(FailedPrompt(prompt_id=name, reason=reason))
@@ -262,18 +307,21 @@ class LiveFeed:
             self._gave_up(number, "filtered")
         else:
             self.rule.completed(number, len(group.json))
+            group.before = group.before and replace(group.before, packed=b"")
             size, born = group.size, self.rule.complete[number]
             fields = {"born_version": group.born_version, "rollout_id": group.rollout_id, **asdict(size)}
             self.kept.completed(group.turn, born, fields, group.json)
             self._put_back()
         self._admit()
 
-    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
-        del self._tasks[number]
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._tasks[number] is task:  # a group that goes on has another one
+            del self._tasks[number]
 
     def _put_back(self) -> None:
         """Let prompts wait again whose groups have no place in the engine, if complete groups have too many bytes."""
-        queue = [number for number in self.rule.running if not self.groups[number].has_begun]
+        groups = ((number, self.groups[number]) for number in self.rule.running)
+        queue = [number for number, group in groups if group.group_id is None and group.before is None]
         for number in self.rule.too_many(queue):
             self._tasks[number].cancel()
             self._again(number)
@@ -284,12 +332,18 @@ class LiveFeed:
             )
 
     def _again(self, number: int) -> None:
-        """Let the prompt of a group wait again, in its turn."""
-        if number in self.rule.running:
+        """Let a group go on later. If it has no output to go on with, its prompt waits again, in its turn."""
+        if number not in self.rule.running:
+            return
+        group = self.groups[number].again()
+        if group.before is not None:
+            self.groups[number] = group
+            self.stopped.add(number)
+        else:
             self.rule.gave_up(number)
-            group = self.groups.pop(number)
+            del self.groups[number]
             insort(self.waiting, waiting_prompt(group.turn, group.prompt), key=lambda each: each.turn)
-            self._admit()
+        self._admit()
 
     def _gave_up(self, number: int, fate: Fate) -> None:
         self.rule.gave_up(number)
@@ -298,6 +352,7 @@ class LiveFeed:
     def _drop(self, number: int) -> None:
         """Stop a group that has become too old."""
         group = self.groups.pop(number)
+        self.stopped.discard(number)
         self.since.dropped.append(group.prompt.id or "")
         if self.request.on_stale == "wait":
             self._warn('the weights were updated without a batch in between: "wait" had to drop groups.')
@@ -310,13 +365,13 @@ class LiveFeed:
 
     def _dropped(self, group: FeedRollout) -> None:
         """Count a group that was stopped. Its last tokens are known by now."""
+        group.usage = Usage(generated_tokens=group.num_tokens)
         self.generated_tokens += group.num_tokens
-        self.wasted_tokens += group.num_tokens
         self._over("dropped", group)
 
     def _over(self, fate: Fate, group: FeedRollout) -> None:
         usage = group.usage
-        self.wasted_tokens += usage.wasted_tokens if fate == "trained" else usage.generated_tokens
+        self.wasted_tokens += usage.wasted_tokens if fate == "trained" else group.num_before + usage.generated_tokens
         self.meter.over(fate, group.size)
         self._metrics.over(fate)
         if fate != "trained":

@@ -16,13 +16,24 @@ from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, RolloutPa
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.rules.bias import GroupSize
 
 
+@dataclass(frozen=True, slots=True)
+class KeptOutput:
+    """Output of a stopped group, from which its candidates go on."""
+
+    packed: bytes
+    indices: list[int]
+    """Index of each packed candidate."""
+    num_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class FeedRollout:
-    """The group of one prompt while it runs, and after."""
+    """The group of one prompt while it runs, and after. A group that goes on has a new rollout."""
 
     prompt: Prompt
     turn: int
@@ -43,9 +54,22 @@ class FeedRollout:
     num_ended: int = 0
     """Candidates that have ended."""
     num_tokens: int = 0
-    """Tokens of candidates that have ended."""
-    has_begun: bool = False
-    """True once it has places in the engine."""
+    """New tokens of candidates that have ended."""
+    version: int = 0
+    """Weights updates of the feed before this rollout."""
+    began_with: str | None = None
+    """Name of the weights at that time."""
+    before: KeptOutput | None = None
+    """Output with which it goes on. None: it begins."""
+    group_id: str | None = None
+    """The engine's name for the group. None until it has places."""
+    can_go_on: bool = False
+    """True if the engine can continue candidates of its prompt."""
+    is_stopping: bool = False
+    """True once it was told to stop, so that it goes on later."""
+    was_stopped: bool = False
+    kept: KeptOutput | None = None
+    """Output to go on with, of a stopped group."""
     saw_bad_weights: bool = False
     """True if a candidate failed because logits were not finite."""
 
@@ -55,8 +79,18 @@ class FeedRollout:
         if self.known_size is not None:
             return self.known_size
         if self.event is None:
-            return GroupSize(self.num_tokens / max(self.group_size, self.num_ended))
+            return GroupSize((self.num_before + self.num_tokens) / max(self.group_size, self.num_ended))
         return GroupSize(self.event.lengths.mean, self._rewards.mean if self._rewards is not None else None)
+
+    @property
+    def num_before(self) -> int:
+        """Tokens with which it goes on."""
+        return 0 if self.before is None else self.before.num_tokens
+
+    def again(self) -> FeedRollout:
+        """The rollout in which it goes on."""
+        names = self.prompt, self.turn, self.group_size, self.born, self.born_version
+        return FeedRollout(*names, before=self.kept or self.before)
 
     @property
     def teaches(self) -> bool:
@@ -66,11 +100,16 @@ class FeedRollout:
     def _rewards(self) -> GroupRewards | None:
         return None if self.event is None else self.event.rewards
 
-    async def run(self, rollouts: RolloutService, fields: Mapping[str, Any], labels: Mapping[str, Any]) -> None:
-        """Run the group to its end. Raises: RequestError."""
+    async def run(
+        self, rollouts: RolloutService, fields: Mapping[str, Any], labels: Mapping[str, Any], *, stops: bool
+    ) -> None:
+        """Run the group to its end. `stops`: it may be stopped, and go on later. Raises: RequestError."""
         body = {**fields, "prompts": [self.prompt.model_dump(mode="json", exclude_none=True)], "priority": self.born}
         rollout = await rollouts.prepare(RolloutRequest.model_validate(body))
         rollout.parts = [*rollout.parts, _Lengths(self)]
+        if stops and (going_on := face("feeds", "going_on")) is not None:
+            self.can_go_on, rollout.began_with = rollout.prompts[0].resume_refusal is None, self.began_with
+            rollout.parts = [*rollout.parts, going_on(rollouts.engine, rollout, self)]
         rollout.labels = dict(labels)
         self.rollout_id = rollout.id
         groups = GroupsInJson()
@@ -90,7 +129,7 @@ class _Lengths(RolloutPart):
         self._rollout = feed_rollout
 
     def group(self, record: GroupRecord) -> GroupPart:
-        self._rollout.has_begun = True
+        self._rollout.group_id = record.id
         return _GroupLengths(self._rollout)
 
 
@@ -102,7 +141,7 @@ class _GroupLengths(GroupPart):
 
     def ended(self, end: CandidateEnd) -> None:
         self._rollout.num_ended += 1
-        self._rollout.num_tokens += end.ending.num_tokens
+        self._rollout.num_tokens += end.ending.num_tokens - end.ending.num_resumed
         self._rollout.saw_bad_weights |= end.error == NOT_FINITE
 
     def restarted(self) -> None:

@@ -69,6 +69,9 @@ class FeedService:
         name = _name(id)
         if name not in self._feeds:
             check = await self._rollouts.prepare(_rollout_request(request))
+            refusal = check.prompts[0].resume_refusal
+            if request.on_update == "stop" and refusal is not None:
+                raise RequestError(f'on_update: "stop" {str(refusal).removeprefix("resume: ")}', param="on_update")
             version = await self._engine.current_weight_version()
             if name not in self._feeds:  # another request may have been faster
                 self._check_num_feeds()
@@ -255,7 +258,7 @@ def _check_same(feed: LiveFeed, request: FeedRequest) -> None:
 
 def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
     rule = feed.rule
-    why = WAITS[rule.waits_for(len(feed.waiting))].format(
+    why = WAITS[feed.waits_for].format(
         running=len(rule.running), complete=len(rule.complete), batch=rule.terms.batch, name=feed.versions.name
     )
     return RequestError(f"timeout_s: no batch within {timeout_s:g} s: {why}", status=HTTPStatus.GATEWAY_TIMEOUT)

@@ -20,13 +20,14 @@ from vllm_rollout.private_file import open_private
 
 FEEDS = "feeds.sqlite"
 """File in the folder of --rollout-state."""
-FORMAT = 1
+FORMAT = 2
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS feeds (
     name TEXT PRIMARY KEY, created INTEGER NOT NULL, model TEXT NOT NULL, settings TEXT NOT NULL, state TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS prompts (
     feed TEXT NOT NULL, turn INTEGER NOT NULL, body TEXT NOT NULL, born INTEGER, fields TEXT, json BLOB,
+    kept BLOB,
     PRIMARY KEY (feed, turn)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS keys (
@@ -37,7 +38,8 @@ CREATE TABLE IF NOT EXISTS answers (
 );
 """
 # prompts has a row until the prompt's group is in a batch, or left the feed. born, fields and json are of complete
-# groups. A group that runs has none of them, and runs again after a restart.
+# groups. born, fields and kept are of groups that were stopped, and go on after a restart. Another group that runs has
+# none of them, and runs again.
 TABLES = ("prompts", "keys", "answers")
 
 
@@ -47,10 +49,13 @@ class StoredPrompt(NamedTuple):
     turn: int
     body: str
     born: int | None
-    """Version at the birth of its complete group. None: it has none yet."""
+    """Version at the birth of its group. None: the group begins anew."""
     fields: Mapping[str, Any]
-    """Fields of the complete group's object."""
+    """Fields of the group's object."""
     json: bytes
+    """The complete group."""
+    kept: bytes | None
+    """Packed output of a stopped group. None for other groups."""
 
 
 class StoredFeed(NamedTuple):
@@ -117,7 +122,12 @@ class FeedStore:
     def completed(self, name: str, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
         values = (born, json.dumps(fields), zlib.compress(group, 1), name, turn)
         with self._transaction() as run:
-            run("UPDATE prompts SET born = ?, fields = ?, json = ? WHERE feed = ? AND turn = ?", values)
+            run("UPDATE prompts SET born = ?, fields = ?, json = ?, kept = NULL WHERE feed = ? AND turn = ?", values)
+
+    def stopped(self, name: str, turn: int, born: int, fields: Mapping[str, Any], kept: bytes) -> None:
+        values = (born, json.dumps(fields), kept, name, turn)
+        with self._transaction() as run:
+            run("UPDATE prompts SET born = ?, fields = ?, kept = ? WHERE feed = ? AND turn = ?", values)
 
     def left(self, name: str, turns: Iterable[int], state: Mapping[str, Any]) -> None:
         """Forget prompts whose groups are in no batch, and keep the feed's numbers."""
@@ -150,8 +160,8 @@ class FeedStore:
             return self._database.execute(query, (name,)).fetchall()
 
         prompts = [
-            StoredPrompt(turn, body, born, json.loads(fields or "{}"), zlib.decompress(group) if group else b"")
-            for _, turn, body, born, fields, group in rows("SELECT * FROM prompts WHERE feed = ? ORDER BY turn")
+            StoredPrompt(turn, body, born, json.loads(fields or "{}"), zlib.decompress(group) if group else b"", kept)
+            for _, turn, body, born, fields, group, kept in rows("SELECT * FROM prompts WHERE feed = ? ORDER BY turn")
         ]
         kinds = ("put", "batch")
         keys = [rows(f"SELECT key FROM keys WHERE feed = ? AND kind = '{kind}' ORDER BY number") for kind in kinds]

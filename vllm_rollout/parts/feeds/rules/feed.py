@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 OnStale = Literal["wait", "drop", "finish"]
-OnUpdate = Literal["keep", "recompute"]
+OnUpdate = Literal["keep", "recompute", "stop"]
 WaitsFor = Literal["groups", "older_groups", "prompts", "weights", "trainer"]
 """Reason why there is no batch. `groups`: more groups have to complete. `older_groups`: without older groups that run,
 which would become too old, no batch is taken. `prompts`: nothing runs, and no prompt waits. `weights`: no group may
@@ -131,13 +131,19 @@ class Feed:
             self._pop_complete(number)
         return running + complete
 
-    def waits_for(self, num_prompts: int) -> WaitsFor:
-        """The reason why there is no batch. `num_prompts`: prompts that wait."""
-        if len(self.complete) >= self.terms.batch:
-            return "trainer" if self._may_take(self._oldest) else "older_groups"
-        if self.running:
-            return "groups"
-        return "weights" if num_prompts else "prompts"
+    @property
+    def is_ready(self) -> bool:
+        """True if a whole batch may be taken."""
+        return len(self.complete) >= self.terms.batch and self._may_take(self._oldest)
+
+    def waits_for(self, num_prompts: int, num_stopped: int = 0) -> WaitsFor:
+        """The reason why there is no batch. `num_prompts`: prompts that wait. `num_stopped`: running groups that wait
+        to go on."""
+        if self.is_ready:
+            return "trainer"
+        if len(self.running) > num_stopped:
+            return "older_groups" if len(self.complete) >= self.terms.batch else "groups"
+        return "weights" if num_prompts or num_stopped else "prompts"
 
     @property
     def _oldest(self) -> list[int]:

@@ -65,9 +65,18 @@ class Resumption:
 class ResumedGroup:
     """The candidates of one prompt in a long round: kept ones, then new ones if there are too few."""
 
-    def __init__(self, kept: Sequence[KeptCandidate], engine: Engine, order: GroupOrder, *, want_text: bool) -> None:
-        """`order`: the group's order as if all candidates were new."""
+    def __init__(
+        self,
+        kept: Sequence[KeptCandidate],
+        engine: Engine,
+        order: GroupOrder,
+        *,
+        want_text: bool,
+        indices: Sequence[int] | None = None,
+    ) -> None:
+        """`order`: the group's order as if all candidates were new. `indices`: of the kept ones. None: from 0."""
         self._kept = kept
+        self._indices = range(len(kept)) if indices is None else indices
         self._engine = engine
         self._order = order
         self._want_text = want_text
@@ -75,7 +84,7 @@ class ResumedGroup:
     async def events(self) -> AsyncGenerator[Happening, None]:
         """Tokens and ends of the candidates. Unfinished ones run. In a stream, kept tokens come first."""
         order, plan = self._order, self._order.plan
-        kept = dict(enumerate(self._kept[: plan.num_candidates]))
+        kept = dict(zip(self._indices, self._kept[: plan.num_candidates], strict=False))
         running: dict[int, Sequence[int]] = dict.fromkeys(range(len(kept), plan.num_candidates), ())
         for index, candidate in kept.items():
             if order.stream_tokens is not None and candidate.num_tokens:
@@ -86,9 +95,12 @@ class ResumedGroup:
                 running[index] = candidate.token_ids
         if not running:
             return
-        rest = replace(plan, group_size=len(running), redundancy=0)
+        num_valid = sum(each.whole and not each.truncated for each in kept.values())
+        wanted = max(1, min(len(running), plan.group_size - num_valid))
+        rest = replace(plan, group_size=wanted, redundancy=len(running) - wanted)
         survival = {index: kept[index].survival_probability for index in running if index in kept}
-        beginnings = Beginnings(dict(sorted(running.items())), plan.num_candidates, survival)
+        next_index = max(plan.num_candidates, *(index + 1 for index in running))
+        beginnings = Beginnings(dict(sorted(running.items())), next_index, survival)
         async with aclosing(self._engine.run_group(replace(order, plan=rest, beginnings=beginnings))) as happenings:
             async for happening in happenings:
                 yield self._joined(happening, kept)
