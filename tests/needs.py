@@ -21,7 +21,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "engine/test_data_parallel.py": ("moving", "pruning", "rounds"),
     "engine/test_drafts.py": ("drafts",),
     "engine/test_emulation.py": ("drafts", "emulation", "moving", "pruning", "rounds", "weights"),
-    "engine/test_feeds.py": ("feeds",),
+    "engine/test_feeds.py": ("drafts", "feeds", "pruning", "rewards", "rounds"),
     "engine/test_front_ends.py": ("emulation", "front_ends", "pruning", "rounds"),
     "engine/test_gpu_check.py": ("drafts", "emulation", "moving", "pruning", "rounds", "shaping"),
     "engine/test_grpo.py": ("feeds", "pruning", "rewards"),

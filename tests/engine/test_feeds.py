@@ -1,4 +1,5 @@
-"""Feeds on a real engine: weights that come in flight, ordinary requests beside them, and a server that is killed."""
+"""Feeds on a real engine with drafts: weights that come in flight, groups that are pruned and graded, groups that stop
+at an update, ordinary requests beside them, and a server that is killed."""
 
 from __future__ import annotations
 
@@ -14,14 +15,23 @@ import pytest
 import torch
 
 from tests.engine.conftest import LONG, Server, serve_command, with_other_weights
-from vllm_rollout import RolloutClient, RolloutError
+from vllm_rollout import Feed, RolloutClient, RolloutError
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
 
-FLAGS = ["--max-model-len", "1024", "--max-num-seqs", "32", "--dtype", "float32"]
+FLAGS = ["--max-model-len", "1024", "--max-num-seqs", "32", "--dtype", "float32", "--enable-rollout-drafts"]
+FLAGS += ["--rollout-reward", "odd=tests.engine.grpo_reward:odd"]
 BATCH, STALENESS = 4, 2
 FEED: dict[str, Any] = {
     "group_size": 2, "batch": BATCH, "max_staleness": STALENESS, "include": ["logprobs"],
     "sampling_params": {"max_tokens": 200, "min_tokens": 4, "stop_token_ids": [*range(6, 16)], "seed": 3},
+}  # fmt: skip
+GRADED: dict[str, Any] = {
+    **FEED, "group_size": 3, "batch": 2, "redundancy": 3, "pruning": {"detection_length": 4, "min_labels": 1},
+    "reward": "odd", "filter": "zero_variance",
+}  # fmt: skip
+STOPPED: dict[str, Any] = {
+    **FEED, "batch": 1, "max_staleness": 16, "on_update": "stop",
+    "sampling_params": {"max_tokens": 240, "min_tokens": 240, "seed": 3},
 }  # fmt: skip
 
 
@@ -69,14 +79,60 @@ def check(batch: FeedBatch, step: int) -> list[str]:
     return [group.prompt_id for group in batch.groups]
 
 
+def check_graded(batch: FeedBatch) -> None:
+    """Assert that groups are pruned and graded, and that their rewards differ."""
+    assert (len(batch.groups), batch.failed) == (2, [])
+    for group in batch.groups:
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        assert sorted(set(rewards)) == [0.0, 1.0]
+        assert group.rewards.teaches
+        assert all(0 < trajectory.survival_probability <= 1 for trajectory in group.trajectories)
+        assert len(group.candidates) == 3
+        assert all(len(each.logprobs) == each.num_tokens for each in group.trajectories)
+
+
+def stopped_with_tokens(server: Server, client: RolloutClient, weights: str) -> Feed:
+    """A feed with two groups that an update to "step-0" has stopped, and that wait, because a batch is complete."""
+    feed = client.feed(id="stopped", **STOPPED)
+    feed.put(prompts(400, 1))
+    server.wait_until(lambda: feed.refresh().num_complete == 1)
+    before = server.counter("vllm:generation_tokens_total")
+    feed.put(prompts(401, 2))
+    server.wait_until(lambda: server.counter("vllm:generation_tokens_total") > before + 100)
+    client.give_weights(weights, "step-0")
+    server.wait_until(lambda: feed.refresh().num_stopped == 2)
+    return feed
+
+
+def check_going_on(feed: Feed) -> None:
+    """Assert that stopped groups go on under the weights of now, with every token of before."""
+    assert (feed.info.num_stopped, feed.info.waits_for) == (2, "trainer")
+    (whole,) = feed.batch().groups
+    assert (whole.prompt_id, [len(each.weight_versions) for each in whole.trajectories]) == ("q400", [1, 1])
+    for batch in (feed.batch(), feed.batch()):
+        (group,) = batch.groups
+        assert (group.prompt_id in ("q401", "q402"), group.born_version) == (True, "early")
+        for trajectory in group.trajectories:
+            first, *between, last = trajectory.weight_versions
+            assert (first["version"], first["start"], last["version"]) == ("early", 0, "step-6")
+            assert [span["version"] for span in between] in ([], ["step-0"])  # a step between update and stop
+            assert 0 < first["end"] <= trajectory.num_resumed_tokens == last["start"] <= first["end"] + 1
+            assert last["end"] == 240
+            assert len(trajectory.logprobs) == len(trajectory.token_ids) == trajectory.num_tokens == 240
+    feed.delete()
+
+
 def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kill(
     start: Any, folders: list[str]
 ) -> None:
     server = start()
     with closing(RolloutClient(server.url)) as client, ThreadPoolExecutor(2) as others:
-        client.give_weights(folders[0], "step-0")
+        client.give_weights(folders[0], "early")
+        stopped = stopped_with_tokens(server, client, folders[0])
         feed = client.feed(id="kept", **FEED, redundancy=2)
         feed.put(prompts(0, 48))
+        graded = client.feed(id="graded", **GRADED)
+        graded.put(prompts(300, 120))
         body = {"prompt": "hello", "n": 2, **LONG, "max_tokens": 300}
         beside = [others.submit(server.http.post, "/v1/completions", json=body)]
         beside.append(others.submit(server.rollout, prompts=prompts(100, 3), group_size=2, redundancy=1))
@@ -86,10 +142,16 @@ def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kil
             seen += check(batch, step)
             assert len(batch.groups) == BATCH
             assert batch.max_staleness == min(step, STALENESS)  # places are always taken
+            if step < 5:
+                check_graded(graded.batch())
             client.give_weights(folders[step % 2], f"step-{step + 1}", kv="keep" if step % 3 else "recompute")
         assert beside[0].result().status_code == 200
         assert [group["status"] for group in beside[1].result()["groups"]] == ["complete"] * 3
         server.wait_until(lambda: bool(feed.refresh().num_complete))
+        assert graded.refresh().totals.num_filtered > 0
+        assert server.counter("vllm_rollout:candidates_total", state="pruned") > 0
+        graded.delete()
+        assert stopped.refresh().num_stopped == 2
     os.killpg(server._process.pid, signal.SIGKILL)
 
     server = start()
@@ -98,6 +160,7 @@ def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kil
         assert feed.batch(key="batch-5") == batch
         assert (feed.info.version, feed.info.num_batches) == (6, 6)
         client.give_weights(folders[1], "step-6")
+        check_going_on(client.feed(id="stopped", **STOPPED))
         for step in range(6, 12):
             seen += check(feed.batch(), step)
             client.give_weights(folders[step % 2], f"step-{step + 1}", kv="keep")

@@ -9,10 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kernel.http.conftest import http_of
+from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import TERMS, ids, look, make, prompts, put, take, update
 from tests.parts.feeds.test_restarts import Start, start  # noqa: F401
+from tests.parts.pruning.learning_steps import PRUNING, teach
+from tests.parts.rewards.test_grading import FakeGraders
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.live import LiveFeed
@@ -117,6 +119,47 @@ async def test_a_race_goes_on(app, http, engine) -> None:
     assert {(each["index"], each["state"]) for each in group["candidates"]} == {(1, "surplus"), (3, "surplus")}
     assert all(each["num_tokens"] < 40 for each in group["candidates"])
     assert [each["num_resumed_tokens"] == each["num_tokens"] for each in group["trajectories"]] == [True, False]
+
+
+async def test_a_group_that_waits_for_all_its_candidates_still_does(app, http, engine) -> None:
+    engine.lengths = {0: 8, 1: 8, 2: 60, 3: 60}
+    await make(http, on_update="stop", redundancy=2, batch=1, early_stop=False)
+    await put(http, 0, 1)
+    await have_tokens(engine, 2, 12)
+    await stop_and_go_on(app, engine, "step-1")
+    (group,) = (await take(http))["groups"]
+    ends = [(each["index"], each["num_tokens"]) for name in ("trajectories", "candidates") for each in group[name]]
+    assert ends == [(0, 8), (1, 8), (2, 60), (3, 60)]
+
+
+async def test_pruned_candidates_stay_out(app, http, engine) -> None:
+    engine.step_s, engine.lengths = 0.0, {}
+    await teach(http)
+    engine.step_s, engine.lengths = 0.005, dict.fromkeys(range(6), 60)
+    await make(http, on_update="stop", redundancy=4, batch=1, pruning={**PRUNING, "keep_ratio": 0.5})
+    await put(http, 0, 1)
+    length = PRUNING["detection_length"]
+    await eventually(lambda: max((each.num_tokens for each in engine.candidates.values()), default=0) >= length + 3)
+    before, survivors = engine.num_launched, engine.num_running
+    assert 2 <= survivors < 6
+    await stop_and_go_on(app, engine, "step-1")
+    (group,) = (await take(http))["groups"]
+    assert (group["status"], engine.num_launched) == ("complete", before + survivors)
+    for each in group["trajectories"]:
+        assert (0 < each["survival_probability"] < 1, each["num_tokens"]) == (True, 60)
+        check_spans(each, "step-0", "step-1")
+
+
+async def test_finished_candidates_are_graded_again(engine) -> None:
+    engine.lengths = {0: 8, 1: 61}
+    app = make_app(engine, graders=FakeGraders())
+    async with http_of(app) as http:
+        await make(http, on_update="stop", batch=1, reward="even", filter="zero_variance")
+        await put(http, 0, 1)
+        await have_tokens(engine, 1, 12)
+        await stop_and_go_on(app, engine, "step-1")
+        (group,) = (await take(http))["groups"]
+        assert [each["reward"] for each in group["trajectories"]] == [1.0, 0.0]
 
 
 async def test_groups_wait_while_a_batch_is_complete_and_hold_their_places(app, http, engine) -> None:

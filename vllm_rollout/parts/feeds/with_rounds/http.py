@@ -57,7 +57,8 @@ class _StoppableGroup(GroupPart):
 
     async def over(self, over: Over) -> None:
         was_cut = any(ending.state == "deferred" for ending in over.result.endings)
-        if self._group.is_stopping and was_cut and over.result.status != "complete":
+        is_over = over.result.status == "complete" and self._record.plan.early_stop
+        if self._group.is_stopping and was_cut and not is_over:
             over.deferred_because = "cut"
             over.result = deferred(over.result, "cut")
             over.event = DeferredEvent(prompt_id=self._record.prompt.id, group_id=self._record.id, reason="cut")
