@@ -350,3 +350,33 @@ async def test_no_order_of_updates_and_batches_loses_a_prompt_or_a_token(app, ht
     totals = (await look(http))["totals"]
     returned = totals["generated_tokens"] - totals["wasted_tokens"]
     assert returned == feed_of(app).meter.shares["trained"].tokens.sum * 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_kill_loses_a_prompt_or_returns_it_twice(start: Start, seed) -> None:  # noqa: F811
+    chance = random.Random(seed)
+    seen: list[str] = []
+    step, is_new = 0, True
+    while len(seen) < 12:
+        engine = FakeEngine(step_s=0.001, weight_version="step-0" if is_new else None)
+        app = start(engine)
+        async with http_of(app) as http:
+            if is_new:
+                await make(http, on_update="stop", redundancy=1, batch=2, on_stale="finish")
+                await put(http, 0, 12)
+            expected, is_new = await plain(http, 12, group_size=3), False
+            for _ in range(chance.randint(2, 6)):
+                update(app, engine, f"step-{(step := step + 1)}")
+                await asyncio.sleep(chance.random() * 0.03)
+                if chance.random() < 0.4 and len(seen) < 12:
+                    batch = await take(http, drain=True)
+                    seen += ids(batch)
+                    for prompt_id, trajectories in by_prompt(batch).items():
+                        whole = {each["index"]: each["token_ids"] for each in expected[prompt_id]}
+                        for each in trajectories:
+                            assert each["token_ids"] == whole[each["index"]]
+                            check_spans(each)
+            feed = feed_of(app)
+            feed.kept.store = None  # killed: nothing is written any more
+            await feed.close()
+    assert sorted(seen) == sorted(f"q{i}" for i in range(12))
