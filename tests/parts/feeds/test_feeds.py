@@ -382,3 +382,29 @@ async def test_races_hold_inside_a_feed(http, engine) -> None:
     for group in (await take(http))["groups"]:
         assert [each["num_tokens"] for each in group["trajectories"]] == [3, 4]
         assert {each["state"] for each in group["candidates"]} == {"surplus"}
+
+
+async def test_deferred_prompts_run_again_together_without_spare_candidates(app, http, engine) -> None:
+    slow = {"q0", "q3"}
+    candidate = engine._candidate
+
+    def lengths(index, prompt, *rest):
+        engine.lengths = dict.fromkeys(range(4), 60 if prompt.id in slow else 2)
+        return candidate(index, prompt, *rest)
+
+    engine._candidate, engine.step_s = lengths, 0.002
+    await make(http, on_stale="defer", batch=2, redundancy=2)
+    await put(http, 0, 12)
+    batches: list[dict[str, Any]] = []
+    for step in range(1, 7):
+        batches.append(await take(http, drain=True))
+        update(app, engine, str(step))
+    assert sorted(each for batch in batches for each in ids(batch)) == sorted(f"q{i}" for i in range(12))
+    assert sorted(each for batch in batches for each in batch["deferred"]) == ["q0", "q3"]
+    (long,) = [batch for batch in batches if "q0" in ids(batch)]
+    assert ids(long) == ["q0", "q3"]
+    assert all(len(group["trajectories"]) == 2 and not group["candidates"] for group in long["groups"])
+    assert all(len(group["candidates"]) == 2 for group in batches[0]["groups"])
+    assert max(batch["max_staleness"] for batch in batches) == 1
+    feed = await look(http)
+    assert (feed["num_deferred"], feed["totals"]["num_dropped"], feed["meter"]["admitted"]["num_groups"]) == (0, 0, 12)

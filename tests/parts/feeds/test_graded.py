@@ -7,8 +7,10 @@ from fastapi import FastAPI
 
 from tests.kernel.http.conftest import make_app
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.parts.feeds.test_feeds import ids, make, put, take
+from tests.parts.feeds.test_feeds import ids, make, put, take, update
+from tests.parts.pruning.learning_steps import PRUNING
 from tests.parts.rewards.test_grading import FakeGraders
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -34,3 +36,16 @@ async def test_a_batch_has_the_rewards_of_its_groups(http, engine) -> None:
     assert [each["reward"] for each in batch["groups"][0]["trajectories"]] == [1.0, 0.0]
     assert batch["groups"][0]["rewards"]["teaches"]
     assert batch["meter"]["trained"]["mean_reward"] == 0.5
+
+
+async def test_deferred_prompts_run_again_with_pruning_and_rewards(app, http, engine) -> None:
+    engine.step_s, engine.lengths = 0.002, {0: 60, 1: 61, 2: 62, 3: 63}
+    await make(http, on_stale="defer", max_staleness=0, batch=2, redundancy=2, reward="even", pruning=PRUNING)
+    await put(http, 0, 2)
+    await eventually(lambda: engine.num_running == 8)
+    update(app, engine, "1")
+    batch = await take(http)
+    assert (batch["deferred"], batch["failed"], sorted(ids(batch))) == (["q0", "q1"], [], ["q0", "q1"])
+    for group in batch["groups"]:
+        assert [each["reward"] for each in group["trajectories"]] == [1.0, 0.0]
+        assert group["candidates"] == []

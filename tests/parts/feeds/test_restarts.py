@@ -140,3 +140,19 @@ async def test_a_client_finds_its_feed_again_and_its_groups_are_its_own(start: S
         after.state.rollout_service.prepare = noted
         assert len((await take(http))["groups"]) == 3
         assert set(seen) == {namespace_of("Bearer mine")}
+
+
+async def test_deferred_prompts_wait_again_after_a_kill(start: Start) -> None:
+    engine = FakeEngine(weight_version="step-0", step_s=0.01, lengths={0: 400, 1: 400})
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http, batch=2, max_staleness=0, on_stale="defer")
+        await put(http, 0, 3)
+        await eventually(lambda: engine.num_running == 4)
+        update(app, engine, "step-1")
+        seen = await look(http)
+        assert seen["num_deferred"] + seen["num_waiting"] + seen["num_running"] == 3
+    async with http_of(start(after := FakeEngine())) as http:
+        assert (await look(http))["num_waiting"] == 3
+        after.weight_version = "step-1"
+        assert ids(await take(http)) == ["q0", "q1"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_rollout.parts.feeds.rules.feed import Feed, FeedTerms, Versions
 
-TERMS = st.builds(FeedTerms, st.integers(1, 4), st.integers(0, 3), st.sampled_from(["wait", "drop", "finish"]))
+TERMS = st.builds(FeedTerms, st.integers(1, 4), st.integers(0, 3), st.sampled_from(["wait", "drop", "finish", "defer"]))
 STEPS = st.lists(st.sampled_from(["admit", "complete", "filter", "take", "update"]), max_size=120)
 
 
@@ -27,10 +27,22 @@ class Watched:
         self.over: dict[int, str] = {}
         self.num_batches = 0
         self.feed.max_bytes = max_bytes
+        self.num_deferred = self.num_long = 0
+        """Deferred prompts that wait, and those of them that are to start."""
+        self.long: set[int] = set()
 
-    def admit(self) -> None:
-        if self.feed.capacity:
-            self.born[self.feed.admit()] = self.feed.version
+    def admit(self, num_prompts: int = 1) -> bool:
+        """Start a group if there is room. False if it needs one of the `num_prompts` that wait."""
+        num = self.feed.num_long(self.num_deferred, num_prompts + self.num_long)
+        self.num_deferred, self.num_long = self.num_deferred - num, self.num_long + num
+        if self.feed.capacity and (num_prompts or self.num_long):
+            number = self.feed.admit(is_long=bool(self.num_long))
+            self.born[number] = self.feed.version
+            if self.num_long:
+                self.num_long -= 1
+                self.long.add(number)
+                return True
+        return False
 
     def end(self, pick: Callable[[list[int]], int], *, keep: bool) -> None:
         if not self.feed.running:
@@ -62,6 +74,7 @@ class Watched:
     def update(self) -> None:
         for number in self.feed.updated():
             self.finish(number, "dropped")
+            self.num_deferred += self.feed.terms.on_stale == "defer"
 
     def finish(self, number: int, fate: str) -> None:
         assert number not in self.over
@@ -73,6 +86,7 @@ class Watched:
         assert alive.isdisjoint(self.over)
         assert 0 <= feed.capacity <= feed.terms.num_places - len(alive)
         assert feed.sizes.keys() == feed.complete.keys()
+        assert feed.long == self.long & alive
         assert not feed.is_full or feed.capacity <= max(0, feed.terms.batch - len(alive))
 
 
@@ -111,8 +125,8 @@ def test_a_trainer_that_takes_and_updates_in_turn_gets_batch_after_batch(
             watched.end(chance.choice, keep=chance.random() >= filtered)
         watched.update()
     assert watched.num_batches == num_batches
-    if terms.on_stale != "drop":
-        assert "dropped" not in watched.over.values()
+    dropped = {number for number, fate in watched.over.items() if fate == "dropped"}
+    assert not (dropped & watched.long if terms.on_stale == "defer" else dropped) or terms.on_stale == "drop"
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,18 +150,21 @@ def test_after_any_beginning_a_trainer_that_takes_and_updates_in_turn_gets_a_bat
 def test_prompts_that_end_come_back_whole(terms, num_prompts, chance):
     watched, waiting = Watched(terms), num_prompts
     for _ in range(10_000):
-        while waiting and watched.feed.capacity:
-            watched.admit()
-            waiting -= 1
-        if watched.take(drain=not waiting):
-            if not watched.feed.complete and not watched.feed.running and not waiting:
+        while (waiting or watched.num_deferred or watched.num_long) and watched.feed.capacity:
+            before = len(watched.born)
+            waiting -= not watched.admit(waiting) and len(watched.born) > before
+            if len(watched.born) == before:
+                break
+        is_last = not waiting and not watched.num_deferred and not watched.num_long
+        if watched.take(drain=is_last):
+            if not watched.feed.complete and not watched.feed.running and is_last:
                 break
             watched.update()
         else:
             watched.end(chance.choice, keep=True)
-    assert len(watched.over) == num_prompts
-    if terms.on_stale != "drop":
-        assert set(watched.over.values()) <= {"taken"}
+    fates = [*watched.over.values()]
+    assert fates.count("taken") == num_prompts or terms.on_stale == "drop"
+    assert len(fates) == num_prompts or terms.on_stale == "defer"
 
 
 def started(terms: FeedTerms, num: int) -> Feed:
@@ -244,3 +261,35 @@ def test_versions_are_new_once_and_may_go_back():
     assert versions.goes_back("step-8")
     assert not versions.goes_back("other-1")
     assert versions.is_new("step-9")
+
+
+def test_deferred_prompts_run_in_a_batch_of_their_own_for_which_trainers_wait():
+    feed = started(FeedTerms(2, 1, "defer"), 4)
+    assert feed.updated() == []
+    feed.completed(1)
+    feed.completed(3)
+    assert [each.number for each in feed.take() or ()] == [1, 3]  # no batch waits for 0 and 2
+    assert feed.updated() == [0, 2]
+    assert (feed.num_long(1, 5), feed.num_long(3, 5)) == (0, 2)
+    long = [feed.admit(is_long=True) for _ in range(2)]
+    for version in (2, 3):
+        short = [feed.admit() for _ in range(feed.capacity)]
+        for number in short:
+            feed.completed(number)
+        taken = feed.take()
+        assert (len(short), feed.version) == (2, version)
+        if version == 2:  # they may still be in the next batch
+            assert [each.number for each in taken or ()] == short
+            assert feed.updated() == []
+    assert (taken, feed.waits_for(5)) == (None, "older_groups")
+    for number in long:
+        feed.completed(number)
+    assert [each.number for each in feed.take() or ()] == long
+    assert feed.long == set()
+
+
+def test_the_last_deferred_prompts_start_once_nothing_else_is_left():
+    feed = started(FeedTerms(4, 1, "defer"), 1)
+    assert feed.num_long(2, 0) == 0
+    feed.completed(0)
+    assert (feed.num_long(2, 1), feed.num_long(2, 0)) == (0, 2)

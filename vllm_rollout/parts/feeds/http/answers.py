@@ -79,6 +79,8 @@ class FeedBatchSummary(BaseModel):
     """Groups that are over the feed's bound, with on_stale "finish"."""
     dropped: list[str]
     """Ids of prompts whose groups became too old since the batch before. Put them again to run them again."""
+    deferred: list[str]
+    """Ids of prompts whose groups became too old since the batch before, with on_stale "defer". They run again."""
     filtered: list[str]
     """Ids of prompts whose groups were filtered since the batch before."""
     failed: list[FailedPrompt]
@@ -133,6 +135,8 @@ class FeedAnswer(BaseModel):
     """Batches that were taken."""
     num_waiting: int
     """Prompts that wait to start."""
+    num_deferred: int
+    """Prompts whose groups became too old, and that wait for a long batch."""
     num_running: int
     """Groups that have begun and are not complete."""
     num_stopped: int

@@ -17,6 +17,8 @@ Key = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 MAX_STALENESS = 1024
 """Largest `max_staleness`."""
+SPECULATION = frozenset({"redundancy", "early_stop", "selection"})
+"""Fields of spare candidates, which a long batch does not have."""
 DEFAULT_TIMEOUT_S = 600.0
 MAX_TIMEOUT_S = 86_400.0
 
@@ -55,7 +57,8 @@ class FeedRequest(RolloutFields):
     on_stale: OnStale = Field(
         default="wait",
         description='Way to keep the bound. "wait": a batch waits for older groups that would become too old. "drop": '
-        'groups that are too old are stopped and dropped. "finish": they are returned over the bound.',
+        'groups that are too old are stopped and dropped. "finish": they are returned over the bound. "defer": they '
+        "are stopped, and their prompts run again together, in a long batch without spare candidates.",
     )
     on_update: OnUpdate = Field(
         default="keep",
@@ -94,10 +97,13 @@ class FeedRequest(RolloutFields):
         """Settings as JSON. Another request for a feed of the same id needs the same settings."""
         return self.model_dump(mode="json", exclude={"id"})
 
-    def rollout_fields(self) -> dict[str, Any]:
-        """Fields of the rollout of each prompt, as JSON."""
-        fields = {"model", "group_size", *RolloutFields.model_fields}
-        return self.model_dump(mode="json", include=fields, exclude_unset=True)
+    def rollout_fields(self, *, is_long: bool = False) -> dict[str, Any]:
+        """Fields of the rollout of each prompt, as JSON. `is_long`: it belongs to a long batch."""
+        names = {"model", "group_size", *RolloutFields.model_fields} - (SPECULATION if is_long else frozenset())
+        fields = self.model_dump(mode="json", include=names, exclude_unset=True)
+        if is_long and fields.get("pruning") is not None:
+            fields["pruning"]["mode"] = "shadow"
+        return fields
 
 
 class PutRequest(Body):

@@ -49,6 +49,11 @@ class Kept:
             fields = {"born_version": born_version, "indices": kept.indices, "num_tokens": kept.num_tokens}
             self._later(partial(self.store.stopped, self._name, turn, born, fields, kept.packed))
 
+    def again(self, turn: int) -> None:
+        """Forget the group of a prompt soon. It begins anew."""
+        if self.store is not None:
+            self._later(partial(self.store.again, self._name, turn))
+
     def left(self, turns: list[int], state: Mapping[str, Any]) -> None:
         """Forget prompts soon, and keep the feed's numbers."""
         if self.store is not None:

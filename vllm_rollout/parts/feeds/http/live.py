@@ -45,6 +45,7 @@ class SinceBatch:
     """Events since the last batch that the next one reports."""
 
     dropped: list[str] = field(default_factory=list)
+    deferred: list[str] = field(default_factory=list)
     filtered: list[str] = field(default_factory=list)
     failed: list[FailedPrompt] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -56,6 +57,8 @@ class WaitingPrompt(NamedTuple):
     prompt: Prompt
     num_bytes: int
     """Size as JSON."""
+    is_long: bool = False
+    """True if it was deferred, and starts in a long batch."""
 
 
 class LiveFeed:
@@ -81,6 +84,8 @@ class LiveFeed:
         self.versions = Versions(version)
         self.meter = BiasMeter()
         self.waiting: deque[WaitingPrompt] = deque()
+        self.deferred: list[WaitingPrompt] = []
+        """Prompts whose groups became too old, and that wait for a long batch."""
         self.groups: dict[int, FeedRollout] = {}
         """Groups that run or are complete, by number."""
         self.stopped: set[int] = set()
@@ -95,7 +100,8 @@ class LiveFeed:
 
     def checked(self, prompts: list[Prompt]) -> list[WaitingPrompt]:
         """Prompts with ids and turns of their own. Raises: RequestError (409) for an id that is in the feed."""
-        alive = {each.prompt.id for each in self.waiting} | {each.prompt.id for each in self.groups.values()}
+        alive = {each.prompt.id for each in (*self.waiting, *self.deferred)}
+        alive |= {each.prompt.id for each in self.groups.values()}
         named = []
         for position, prompt in enumerate(prompts):
             name = str(self.num_put + position) if prompt.id is None else prompt.id
@@ -184,7 +190,7 @@ class LiveFeed:
 
     def take(self, *, drain: bool) -> list[tuple[TakenGroup, FeedRollout]] | None:
         """The groups of the next batch. None: wait."""
-        taken = self.rule.take(drain=drain and not self.waiting)
+        taken = self.rule.take(drain=drain and not self.waiting and not self.deferred)
         if taken is None:
             return None
         self.num_batches += 1
@@ -211,15 +217,16 @@ class LiveFeed:
     @property
     def waits_for(self) -> WaitsFor:
         """The reason why there is no batch."""
-        return self.rule.waits_for(len(self.waiting), len(self.stopped))
+        return self.rule.waits_for(len(self.waiting) + len(self.deferred), len(self.stopped))
 
     @property
     def num_waiting_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.waiting)
+        return sum(each.num_bytes for each in (*self.waiting, *self.deferred))
 
     async def close(self) -> None:
         """Stop all groups."""
         self.waiting.clear()
+        self.deferred.clear()
         self.stopped.clear()
         self._notify()
         tasks = list(self._tasks.values())
@@ -234,13 +241,13 @@ class LiveFeed:
             for number in sorted(self.stopped):
                 self._start(number)
             self.stopped.clear()
+        for _ in range(self.rule.num_long(len(self.deferred), len(self.waiting)) if may_start else 0):
+            self._wait(self.deferred.pop(0)._replace(is_long=True))
         for _ in range(min(len(self.waiting), self.rule.capacity) if may_start else 0):
-            number = self.rule.admit()
-            waiting = self.waiting.popleft()
-            group = FeedRollout(
-                waiting.prompt, waiting.turn, self.request.group_size, self.rule.running[number], self.versions.name
-            )
-            self.groups[number] = group
+            turn, prompt, _, is_long = self.waiting.popleft()
+            number = self.rule.admit(is_long=is_long)
+            born = self.rule.running[number], self.versions.name
+            self.groups[number] = FeedRollout(prompt, turn, self.request.group_size, *born, is_long=is_long)
             self._start(number)
         self._notify()
 
@@ -264,8 +271,8 @@ class LiveFeed:
         reason: str | None = None
         try:
             labels = {"feed": self.id, "group": number}
-            stops = self.request.on_update == "stop"
-            await group.run(self._rollouts, self.request.rollout_fields(), labels, stops=stops)
+            fields, stops = self.request.rollout_fields(is_long=group.is_long), self.request.on_update == "stop"
+            await group.run(self._rollouts, fields, labels, stops=stops)
         except RequestError as error:
             if error.status in PASSING:
                 await asyncio.sleep(error.retry_after_s or AGAIN_S)
@@ -342,8 +349,12 @@ class LiveFeed:
         else:
             self.rule.gave_up(number)
             del self.groups[number]
-            insort(self.waiting, waiting_prompt(group.turn, group.prompt), key=lambda each: each.turn)
+            self._wait(waiting_prompt(group.turn, group.prompt)._replace(is_long=group.is_long))
         self._admit()
+
+    def _wait(self, prompt: WaitingPrompt) -> None:
+        """Let a prompt wait in its turn."""
+        insort(self.waiting, prompt, key=lambda each: each.turn)
 
     def _gave_up(self, number: int, fate: Fate) -> None:
         self.rule.gave_up(number)
@@ -353,7 +364,12 @@ class LiveFeed:
         """Stop a group that has become too old."""
         group = self.groups.pop(number)
         self.stopped.discard(number)
-        self.since.dropped.append(group.prompt.id or "")
+        if self.request.on_stale == "defer":
+            self.since.deferred.append(group.prompt.id or "")
+            self.deferred.append(waiting_prompt(group.turn, group.prompt))
+            self.kept.again(group.turn)
+        else:
+            self.since.dropped.append(group.prompt.id or "")
         if self.request.on_stale == "wait":
             self._warn('the weights were updated without a batch in between: "wait" had to drop groups.')
         task = self._tasks.get(number)
@@ -372,6 +388,8 @@ class LiveFeed:
     def _over(self, fate: Fate, group: FeedRollout) -> None:
         usage = group.usage
         self.wasted_tokens += usage.wasted_tokens if fate == "trained" else group.num_before + usage.generated_tokens
+        if fate == "dropped" and self.request.on_stale == "defer":  # its prompt runs again
+            return
         self.meter.over(fate, group.size)
         self._metrics.over(fate)
         if fate != "trained":

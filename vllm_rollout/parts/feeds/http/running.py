@@ -55,6 +55,8 @@ class FeedRollout:
     """Candidates that have ended."""
     num_tokens: int = 0
     """New tokens of candidates that have ended."""
+    is_long: bool = False
+    """True for a group of a long batch, which has no spare candidates."""
     version: int = 0
     """Weights updates of the feed before this rollout."""
     began_with: str | None = None
@@ -90,7 +92,7 @@ class FeedRollout:
     def again(self) -> FeedRollout:
         """The rollout in which it goes on."""
         names = self.prompt, self.turn, self.group_size, self.born, self.born_version
-        return FeedRollout(*names, before=self.kept or self.before)
+        return FeedRollout(*names, is_long=self.is_long, before=self.kept or self.before)
 
     @property
     def teaches(self) -> bool:

@@ -129,6 +129,15 @@ class FeedStore:
         with self._transaction() as run:
             run("UPDATE prompts SET born = ?, fields = ?, kept = ? WHERE feed = ? AND turn = ?", values)
 
+    def again(self, name: str, turn: int) -> None:
+        """Forget what is known of a prompt's group."""
+        with self._transaction() as run:
+            values = (name, turn)
+            run(
+                "UPDATE prompts SET born = NULL, fields = NULL, json = NULL, kept = NULL WHERE feed = ? AND turn = ?",
+                values,
+            )
+
     def left(self, name: str, turns: Iterable[int], state: Mapping[str, Any]) -> None:
         """Forget prompts whose groups are in no batch, and keep the feed's numbers."""
         with self._transaction() as run:

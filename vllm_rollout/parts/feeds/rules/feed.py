@@ -3,8 +3,11 @@
 The version is the number of weights updates since the feed began. A group is born with the version at its start. Its
 staleness is the version at which it is taken, minus the version at which it was born.
 
+With `on_stale` "defer" batches are the rounds of RollPacker. Groups that become too old are stopped, so that no batch
+waits for them. Once a batch of their prompts waits, these start together as long groups, for which batches do wait.
+
 Invariant: a group is taken once. Unless `on_stale` is "finish", none is taken with more than `max_staleness`. If the
-trainer takes a batch before each update, "wait" drops no group.
+trainer takes a batch before each update, "wait" drops no group, and "defer" no long group.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-OnStale = Literal["wait", "drop", "finish"]
+OnStale = Literal["wait", "drop", "finish", "defer"]
 OnUpdate = Literal["keep", "recompute", "stop"]
 WaitsFor = Literal["groups", "older_groups", "prompts", "weights", "trainer"]
 """Reason why there is no batch. `groups`: more groups have to complete. `older_groups`: without older groups that run,
@@ -66,6 +69,8 @@ class Feed:
     max_bytes: int = MAX_BYTES
     """Bytes of complete groups from which on no group starts but those that the next batch lacks."""
     num_admitted: int = 0
+    long: set[int] = field(default_factory=set)
+    """Long groups that run or are complete."""
 
     @property
     def capacity(self) -> int:
@@ -84,12 +89,23 @@ class Feed:
     def is_full(self) -> bool:
         return self.num_bytes >= self.max_bytes
 
-    def admit(self) -> int:
+    def admit(self, *, is_long: bool = False) -> int:
         """Start a group. Returns its number."""
         assert self.capacity > 0, "the caller checks the capacity"
         number, self.num_admitted = self.num_admitted, self.num_admitted + 1
         self.running[number] = self.version
+        if is_long:
+            self.long.add(number)
         return number
+
+    def num_long(self, num_deferred: int, num_prompts: int) -> int:
+        """Deferred prompts that become long groups now: a batch of them, or the last ones. `num_prompts`: prompts that
+        wait, without deferred ones.
+
+        Source: RollPacker 3, and 6.7 for one step off.
+        """
+        is_rest = not num_prompts and not self.running and len(self.complete) < self.terms.batch
+        return self.terms.batch if num_deferred >= self.terms.batch else num_deferred if is_rest else 0
 
     def completed(self, number: int, num_bytes: int = 0) -> None:
         self.complete[number], self.sizes[number] = self.running.pop(number), num_bytes
@@ -97,6 +113,7 @@ class Feed:
     def gave_up(self, number: int) -> None:
         """Give back the place of a running group that was filtered, or that failed."""
         del self.running[number]
+        self.long.discard(number)
 
     def take(self, *, drain: bool = False) -> list[TakenGroup] | None:
         """The groups of the next batch, oldest first. None: wait.
@@ -126,7 +143,7 @@ class Feed:
         running = [number for number, at in self.running.items() if at < oldest]
         complete = [number for number, at in self.complete.items() if at < oldest]
         for number in running:
-            del self.running[number]
+            self.gave_up(number)
         for number in complete:
             self._pop_complete(number)
         return running + complete
@@ -152,16 +169,19 @@ class Feed:
 
     def _pop_complete(self, number: int) -> int:
         del self.sizes[number]
+        self.long.discard(number)
         return self.complete.pop(number)
 
     def _may_take(self, oldest: Iterable[int]) -> bool:
         """True if the other groups can still be taken in time, or if waiting would bring no older group."""
-        if self.terms.on_stale != "wait":
+        if self.terms.on_stale not in ("wait", "defer"):
             return True
+        awaited = self.long if self.terms.on_stale == "defer" else {*self.running, *self.complete}
         taken = {number: self.complete[number] for number in oldest}
-        if not taken or not self.running or min(self.running.values()) >= max(taken.values()):
+        running = [at for number, at in self.running.items() if number in awaited]
+        if not taken or not running or min(running) >= max(taken.values()):
             return True
-        left = [*self.running.values(), *(at for number, at in self.complete.items() if number not in taken)]
+        left = [*running, *(at for number, at in self.complete.items() if number in awaited and number not in taken)]
         eta, batch = self.terms.max_staleness, self.terms.batch
         # a group that was born at version v must be in the batch of version v + eta, or in an earlier one
         return all(sum(at + eta <= self.version + more for at in left) <= more * batch for more in range(eta + 1))
