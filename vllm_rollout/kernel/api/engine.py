@@ -27,7 +27,7 @@ from vllm_rollout.background import survived
 from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
-from vllm_rollout.kernel.api.outputs import NO_NOTE, CandidateFailed, CandidateOutput, ending_of
+from vllm_rollout.kernel.api.outputs import NO_NOTE, CandidateOutput, ending_of
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
 from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
@@ -304,9 +304,10 @@ class _CandidateLog:
         self._num_sent = 0
         self.end: CandidateEnd | None = None
 
-    def add(self, candidate: CandidateOutput | CandidateFailed) -> None:
-        if isinstance(candidate, CandidateFailed):
-            self.end = self.failed(candidate.error)
+    def add(self, candidate: CandidateOutput) -> None:
+        note = candidate.note or NO_NOTE
+        if candidate.output is None:
+            self.end = self.failed(note.error)
             return
         (completion,) = candidate.output.outputs
         self._token_ids += completion.token_ids
@@ -314,25 +315,23 @@ class _CandidateLog:
         if isinstance(completion.logprobs, FlatLogprobs):
             self._logprobs = (self._logprobs or []) + sampled_logprobs(completion.logprobs)
         if candidate.output.finished:
-            note = candidate.note or NO_NOTE
+            num_tokens = len(self._token_ids)
+            its_spans = version_spans(note.weights, num_tokens)
+            if candidate.note is None:  # the scheduler did not end it
+                its_spans = [asdict(span) for span in weight_spans(completion)]
             self.end = CandidateEnd(
-                ending=ending_of(candidate, len(self._token_ids)),
+                ending=ending_of(self._index, completion, note, num_tokens),
                 token_ids=self._token_ids,
                 logprobs=self._logprobs,
                 text=self._text,
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
                 confidence=note.confidence,
-                weight_versions=self._weight_versions(candidate),
+                weight_versions=its_spans,
                 parts=note.parts,
                 is_replaced=note.is_replaced,
                 error=note.error,
             )
-
-    def _weight_versions(self, candidate: CandidateOutput) -> list[dict[str, Any]]:
-        if candidate.note is None:  # the scheduler did not end it
-            return [asdict(span) for span in weight_spans(candidate.output.outputs[0])]
-        return version_spans(candidate.note.weights, len(self._token_ids))
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
         """The tokens that were not sent yet, if there are at least `min_tokens` of them."""

@@ -37,7 +37,6 @@ from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
 from vllm_rollout.kernel.api.outputs import (
     NO_NOTE,
-    CandidateFailed,
     CandidateOutput,
     choices_of,
     chosen,
@@ -218,7 +217,7 @@ class GroupClient:
         outlook: Outlook | None = None,
         data_parallel_rank: int | None = None,
         **kwargs: Any,
-    ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
+    ) -> AsyncGenerator[CandidateOutput, None]:
         """Run the candidates of one group. Yields their outputs as they come, in the kind that `params` asks for.
 
         With `beginnings`, candidates continue from these tokens, and their outputs have the later tokens only.
@@ -227,7 +226,7 @@ class GroupClient:
         `said`: what each candidate says to parts, by part. Without `observed`, and unless a part observes candidates,
         logits are not observed, and there is no mean confidence.
 
-        A candidate that fails ends with a final output of finish reason `error` or `abort`, or as CandidateFailed.
+        A candidate that fails ends with a final output of finish reason `error` or `abort`, or without output.
         Closing the generator aborts the running candidates. Raises errors that concern all candidates: bad parameters,
         a full queue, a dead engine.
 
@@ -240,7 +239,7 @@ class GroupClient:
         begun = {index: len(before) for index, before in before_each.items()}
         route = self.routes.open(group_id, begun, data_parallel_rank, outlook)
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
-        candidates: FanIn[CandidateOutput | CandidateFailed] = FanIn(plan.num_candidates)
+        candidates: FanIn[CandidateOutput] = FanIn(plan.num_candidates)
         params = params.clone()
         params.skip_clone = True  # siblings share fields that they only read. Others are copied below
         delta = params.output_kind == RequestOutputKind.DELTA
@@ -249,9 +248,7 @@ class GroupClient:
         spare_indices = count(plan.num_candidates if beginnings is None else beginnings.next_index)
         namespace = client_namespace()
 
-        async def run(
-            index: int, before: Sequence[int] = ()
-        ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
+        async def run(index: int, before: Sequence[int] = ()) -> AsyncGenerator[CandidateOutput, None]:
             its = dict(said or {})
             if before and beginnings is not None:
                 its |= resumed_of(plan.parts, its, len(before), beginnings.survival.get(index, 1.0))
@@ -278,7 +275,8 @@ class GroupClient:
             except Exception as error:  # one candidate's failure is not its group's: the reader ends it as failed
                 logger.exception("candidate %d of group %s failed", index, group_id)
                 cause = error.__cause__ or error  # vLLM's own error has no details
-                yield CandidateFailed(index, f"{type(cause).__name__}: {cause}")
+                why = f"{type(cause).__name__}: {cause}"
+                yield CandidateOutput(index, None, EndingNote("failed", 0, None, error=why))
 
         for index, before in before_each.items():
             candidates.add(run(index, before))
@@ -309,11 +307,13 @@ class GroupClient:
         try:
             async with aclosing(stream) as outputs:
                 async for candidate in outputs:
-                    if isinstance(candidate, CandidateFailed):
+                    if (output := candidate.output) is None:
                         continue
-                    finals[candidate.index] = candidate.output
-                    endings[candidate.index] = ending_of(candidate)
-                    self.rollout_metrics.noted((candidate.note or NO_NOTE).parts)
+                    (completion,) = output.outputs
+                    index, note = candidate.index, candidate.note
+                    finals[index] = output
+                    endings[index] = ending_of(index, completion, note, len(completion.token_ids))
+                    self.rollout_metrics.noted((note or NO_NOTE).parts)
         except (asyncio.CancelledError, GeneratorExit):
             unread = [self.unread[id] for index, id in ids.items() if index not in endings]
             spawn(self._count_left("choices", endings.values(), unread), "a client that left")
@@ -388,16 +388,15 @@ class GroupClient:
             group_id = joined_id(join.namespace, name, content, adapter or "")
             tag = tag_of(join, group_id, content, params, answer, output_interval=interval)
             route = self.routes.join(tag.group_id, join.num_candidates, pinned_rank)
-            num_tokens, refused, left = 0, False, False
+            ending, is_finished, refused, left = Ending(0, "failed", 0), False, False, False
             self.unread[request_id] = None
-            last: CandidateOutput | None = None
             try:
                 async with aclosing(self.generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
                     async for output, note in outputs:
                         (completion,) = output.outputs
-                        before = num_tokens if is_stream else 0
-                        num_tokens = before + len(completion.token_ids)
-                        last = CandidateOutput(0, output, note)
+                        before = ending.num_tokens if is_stream else 0
+                        ending = ending_of(0, completion, note, before + len(completion.token_ids))
+                        is_finished = output.finished
                         if note is not None:
                             self.rollout_metrics.noted(note.parts)
                         if is_stream:
@@ -412,9 +411,7 @@ class GroupClient:
             finally:
                 self.routes.leave_joined(route, refused=refused)
                 unread = self.unread.pop(request_id, None)
-                if left and not (last is not None and last.output.finished):
-                    spawn(self._count_left("joined", (), [unread], num_tokens), "a client that left")
+                if left and not is_finished:
+                    spawn(self._count_left("joined", (), [unread], ending.num_tokens), "a client that left")
                 elif not refused:
-                    self.rollout_metrics.joined_over(
-                        Ending(0, "failed", num_tokens) if last is None else ending_of(last, num_tokens)
-                    )
+                    self.rollout_metrics.joined_over(ending)

@@ -22,26 +22,18 @@ class CandidateOutput:
     """One output of a candidate. `note` comes with the last output of a candidate that the scheduler ended."""
 
     index: int
-    output: RequestOutput
+    output: RequestOutput | None
+    """None for the end of a candidate that raised an exception in our code or vLLM's. Its siblings go on."""
     note: EndingNote | None
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateFailed:
-    """The candidate raised an exception in our code or vLLM's and has no last output. Its siblings go on."""
-
-    index: int
-    error: str
-
-
-def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Ending:
-    """Ending from a candidate's last output. `num_tokens`: all its output tokens, if the output is a delta."""
-    (completion,) = candidate.output.outputs
-    note, failed = candidate.note or NO_NOTE, completion.finish_reason == "error"
+def ending_of(index: int, completion: CompletionOutput, note: EndingNote | None, num_tokens: int) -> Ending:
+    """Ending from a candidate's last output. `num_tokens`: all its output tokens, also those of earlier outputs."""
+    note, failed = note or NO_NOTE, completion.finish_reason == "error"
     return Ending(
-        index=candidate.index,
+        index=index,
         state="failed" if failed else note.state,
-        num_tokens=len(completion.token_ids) if num_tokens is None else num_tokens,
+        num_tokens=num_tokens,
         truncated=completion.finish_reason in TRUNCATED,
         end_step=note.end_step,
         ended_by_itself=not failed and note.ended_by_itself,
