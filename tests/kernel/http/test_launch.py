@@ -240,16 +240,17 @@ async def test_the_first_error_ends_the_reading_after_what_was_said_before_it() 
     assert endless.is_closed
 
 
-async def test_a_source_waits_when_nobody_reads() -> None:
+async def test_a_source_waits_when_nobody_reads_and_lets_go_of_what_it_holds() -> None:
     fan_in: FanIn[str] = FanIn(3)
     source = Source("a", 9)
-    fan_in.add(source.items())
-    assert not fan_in.is_full
+    let_go: list[int] = []
+    fan_in.add(source.items(), lambda: let_go.append(source.num_said))
     await turns()
-    assert fan_in.is_full
     assert source.num_said == 4  # three have a place, and it waits with the next one
+    assert let_go == [4]
     await fan_in.close()
     assert (source.num_said, source.is_closed) == (4, True)
+    assert let_go == [4, 4]
 
 
 async def test_close_waits_until_sources_have_cleaned_up_also_those_that_wait_themselves() -> None:

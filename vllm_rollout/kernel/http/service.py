@@ -135,8 +135,9 @@ class RolloutService:
                 yield  # its turn among the events: a rollout whose reader is behind starts no more groups
                 places = await self._places(rollout, position)
                 if places is not None:
-                    group = self._group_in_its_places(rollout, position, started, places, events)
-                    groups[rollout.group_id(position)] = events.add(group)
+                    group = self._group_events(rollout, position, started, places)
+                    # Without a reader the engine goes on, and others may need the places.
+                    groups[rollout.group_id(position)] = events.add(group, places.release_all)
 
         launching = events.add(launch())
         self._active[rollout.id] = rollout
@@ -243,19 +244,6 @@ class RolloutService:
             )
         for part in rollout.parts:
             rollout.warnings += await part.warn()
-
-    async def _group_in_its_places(
-        self, rollout: Rollout, position: int, started: float, places: Places, events: FanIn[Event | None]
-    ) -> AsyncGenerator[Event, None]:
-        """The events of a group. It gives its places back at its end at the latest."""
-        try:
-            async with aclosing(self._group_events(rollout, position, started, places)) as group:
-                async for event in group:
-                    if events.is_full:  # the engine goes on without the reader, whose places others may need
-                        places.release_all()
-                    yield event
-        finally:
-            places.release_all()
 
     async def _group_events(
         self, rollout: Rollout, position: int, started: float, places: Places
