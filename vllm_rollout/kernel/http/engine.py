@@ -167,7 +167,7 @@ class CandidateEnd:
 
     @property
     def group_lost(self) -> bool:
-        """True if its group completed in the step of its end, but after as many groups as its race wanted."""
+        """True if its group completed in the step of its end, but after as many groups as its round wanted."""
         return is_too_late(self.parts)
 
 

@@ -132,8 +132,8 @@ class Rollout:
     warnings: list[str] = field(default_factory=list)
     is_graded: bool = False
     """True if the server grades its trajectories."""
-    has_race: bool = False
-    """True if its groups race each other: some are stopped when enough others are complete."""
+    stops_groups: bool = False
+    """True if some of its groups are stopped when enough others are complete."""
     began_with: str | None = None
     """Version of the weights at its beginning, for candidates that continue from an earlier rollout. None if it has
     no name, or if no candidate continues."""

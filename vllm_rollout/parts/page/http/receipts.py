@@ -35,7 +35,7 @@ def _ran(rollout: Rollout, seen: SeenGroup) -> RanGroup:
         resumed=[ending.num_resumed for ending in ended],
         started_s=record.started_s,
         ended_s=[seen.candidates[ending.index].ended_s or 0.0 for ending in ended],
-        waited=_waits(plan.group) and not rollout.has_race,
+        waited=_waits(plan.group) and not rollout.stops_groups,
         known=plan.lengths,
     )
 
