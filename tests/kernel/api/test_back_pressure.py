@@ -24,8 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.kernel.api.stepped_llm import SteppedEngine, SteppedLLM, let_everybody_run
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
-from vllm_rollout.kernel.api.engine import sampled_logprobs
-from vllm_rollout.kernel.api.outputs import CandidateOutput
+from vllm_rollout.kernel.api.candidates import CandidateOutput, sampled_logprobs
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, GroupOrder, PreparedPrompt
 from vllm_rollout.kernel.rules.plan import GroupPlan
