@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from tests.kernel.http.conftest import DEADLINE_S
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
-from vllm_rollout.kernel.http import preparation
+from vllm_rollout.kernel.http import rollout as rollouts
 from vllm_rollout.kernel.http.engine import GroupOrder, RequestError
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.launch import Launcher
@@ -105,7 +105,7 @@ async def test_a_reader_that_does_not_read_keeps_no_place_from_others():
 
 
 async def test_more_candidates_than_memory_is_meant_for_are_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(preparation, "MAX_CANDIDATES", 100)
+    monkeypatch.setattr(rollouts, "MAX_CANDIDATES", 100)
     engine = WatchedEngine()
     service = service_of(engine)
     with pytest.raises(RequestError, match=r"13 of up to 8 .* 104 .* at most 100 .* fewer prompts") as raised:

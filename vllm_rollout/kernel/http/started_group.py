@@ -158,6 +158,16 @@ class StartedGroup(GroupRecord):
             if ending.index not in self._told:
                 yield self._dropped(self.ends[ending.index])
 
+    async def account(self, over: Over, latency_s: float) -> None:
+        """Count the group, and let parts learn from it. `latency_s`: from the rollout's beginning."""
+        self._rollout.outcome.group_over(over.result, self.ends.values(), self.grades.values(), latency_s)
+        self._metrics.group_over(over.result, latency_s, self.plan)
+        over.final = over.result.endings
+        for part in self.parts:
+            await part.keep(over)
+        for part in self.parts:
+            await part.account(over)
+
     def last_event(self, over: Over) -> Event:
         result = over.result
         if over.event is not None:
