@@ -21,14 +21,13 @@ from vllm_rollout.kernel.http.answers import (
     RewardEvent,
     TrajectoryEvent,
 )
-from vllm_rollout.kernel.http.attempts import Graded, Lost, Restarted, attempts
 from vllm_rollout.kernel.http.ended import candidate_of, reward_of, tokens_of, trajectory_of
 from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, GroupOrder, Happening
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import GroupRecord, Launch, Over
+from vllm_rollout.kernel.http.reports import Graded, LaunchOver, Lost, Restarted, attempts
 from vllm_rollout.kernel.http.rollout import Rollout
-from vllm_rollout.kernel.http.sources import LaunchOver
 from vllm_rollout.kernel.rules.fields import OnEngineFailure
 from vllm_rollout.kernel.rules.selection import conclude, lengths_of
 from vllm_rollout.kernel.rules.types import GroupResult
