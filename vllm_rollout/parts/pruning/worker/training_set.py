@@ -59,7 +59,7 @@ def is_usable(features: Tensor) -> Tensor:
     return features.abs().amax(dim=1) <= MAX_MAGNITUDE  # NaN if any is
 
 
-class Replay:
+class TrainingSet:
     """The newest labelled states, in the dtype the first of them came in."""
 
     def __init__(self, hidden_size: int, capacity: int) -> None:
