@@ -16,11 +16,11 @@ from vllm_rollout.parts.pruning.worker.quality_head import (
     QUALITY_HEAD_MIN_LABELS,
     QUALITY_HEAD_PASSES,
     QUALITY_HEAD_PUBLISH_STEPS,
-    TRAINING_SET_SIZE,
+    REPLAY_BUFFER_SIZE,
     HeadMismatch,
     QualityHead,
 )
-from vllm_rollout.parts.pruning.worker.training_set import MAX_MAGNITUDE, Standardiser, TrainingSet
+from vllm_rollout.parts.pruning.worker.replay_buffer import MAX_MAGNITUDE, ReplayBuffer, Standardiser
 
 HIDDEN_SIZE = 48
 
@@ -197,8 +197,8 @@ def test_old_states_fade_from_the_statistics():
     assert standardiser.mean.item() > 7.9
 
 
-def test_the_training_set_keeps_the_newest():
-    kept = TrainingSet(1, capacity=5)
+def test_the_replay_buffer_keeps_the_newest():
+    kept = ReplayBuffer(1, capacity=5)
     for first in range(0, 12, 3):
         values = torch.arange(first, first + 3).float()
         kept.add(values[:, None], torch.zeros(3), torch.ones(3))
@@ -250,10 +250,10 @@ def test_labels_one_by_one_plan_as_many_steps_as_together():
 
 def test_planned_steps_are_bounded():
     head = QualityHead(4, "model", 16)
-    features, labels = states(TRAINING_SET_SIZE, seed=1, noise=0.0, hidden_size=4)
+    features, labels = states(REPLAY_BUFFER_SIZE, seed=1, noise=0.0, hidden_size=4)
     for _ in range(3):
         head.add(features, labels, torch.ones(len(labels)))
-    assert head.num_pending_steps == TRAINING_SET_SIZE * QUALITY_HEAD_PASSES // QUALITY_HEAD_BATCH
+    assert head.num_pending_steps == REPLAY_BUFFER_SIZE * QUALITY_HEAD_PASSES // QUALITY_HEAD_BATCH
 
 
 @pytest.mark.parametrize(("budget_s", "num_steps"), [(0.0, 1), (0.5, 1), (1.0, 1), (2.5, 2), (10.0, 10)])
@@ -282,7 +282,7 @@ def test_slices_train_what_one_go_trains():
 @pytest.mark.thorough
 def test_a_long_plan_publishes_on_the_way():
     head = QualityHead(4, "model", 16)
-    features, labels = states(TRAINING_SET_SIZE, seed=1, noise=0.0, hidden_size=4)
+    features, labels = states(REPLAY_BUFFER_SIZE, seed=1, noise=0.0, hidden_size=4)
     head.add(features, labels, torch.ones(len(labels)))
     steps = head.num_pending_steps
     assert steps > QUALITY_HEAD_PUBLISH_STEPS

@@ -19,8 +19,8 @@ from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights, QualityHead
 from vllm_rollout.parts.pruning.worker.quality_head_file import HeadBytes
+from vllm_rollout.parts.pruning.worker.replay_buffer import is_usable
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead, Scorer
-from vllm_rollout.parts.pruning.worker.training_set import is_usable
 
 MAX_OPEN = 8
 """Heads that are read at a time; the one opened first gives way."""
