@@ -2,14 +2,23 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.kernel.rules.ranks import Ranks, agreed_rank
+from vllm_rollout.kernel.rules.ranks import Ranks, agreed_rank, choose_rank
 
 
 def candidates(num: int) -> dict[int, int]:
     return dict.fromkeys(range(num), 0)
+
+
+@pytest.mark.parametrize(
+    ("loads", "turn", "rank"),
+    [([3, 3, 3], 0, 0), ([3, 3, 3], 1, 1), ([3, 3, 3], 2, 2), ([1, 2, 1, 2], 1, 2), ([1, 2, 1, 2], 3, 0)],
+)
+def test_of_ranks_with_the_least_load_the_next_in_turn_gets_a_group(loads, turn, rank):
+    assert choose_rank(loads, turn) == rank
 
 
 def test_processes_that_share_nothing_agree_on_a_rank():
