@@ -1,5 +1,6 @@
 """Settings every test shares. They stand here because vLLM reads its environment when it is first imported."""
 
+import gc
 import logging
 import os
 import signal
@@ -55,6 +56,8 @@ def pytest_deselected(items: list[Any]) -> None:
 
 def pytest_collection_finish(session: Any) -> None:
     _note("+", session.items)
+    gc.collect()
+    gc.freeze()  # else the collector reads thousands of imported modules again and again
 
 
 def _note(sign: str, items: list[Any]) -> None:

@@ -26,7 +26,7 @@ def file_of(module: str) -> Path | None:
 @cache
 def defined_in(path: Path) -> frozenset[str] | None:
     """Names that a module's statements define. None if it makes names when they are asked for."""
-    found: set[str] = set()
+    found = {"__doc__"}
     for node in ast.walk(ast.parse(path.read_text())) if path.is_file() else ():
         match node:
             case ast.FunctionDef(name="__getattr__"):
