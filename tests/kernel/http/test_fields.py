@@ -219,3 +219,23 @@ def test_a_flat_field_takes_the_ends_of_its_range(field: str) -> None:
 def wrong_flat(kind: Kind) -> list[Any]:
     """Wrong values among xargs, in which 1 is true, and 2.0 an integer."""
     return [value for value in wrong(kind) if not kind.holds(restored(kind, value))]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("idle_timeout_s", 0),  # every session would be void
+        ("keep_ratio", 0),  # no candidate would be left
+        ("max_survival", 0),
+        ("min_survival", 0),  # a weight is one over it
+        ("target_positive_ratio", 0),  # odds of 0, and without a bound
+        ("target_positive_ratio", 1),
+        ("tradeoff", 0),  # time without a price
+    ],
+)
+def test_ends_of_a_range_with_which_nothing_could_be_done_are_not_in_it(field: str, value: float) -> None:
+    assert not ROWS[field].takes.holds(value)
+
+
+def test_a_group_of_single_requests_may_be_as_large_as_one_of_a_rollout() -> None:
+    assert ROWS["num_candidates"].takes.most == ROWS["group_size"].takes.most + MAX_GROUP_SIZE  # type: ignore[union-attr]
