@@ -21,6 +21,13 @@ def test_of_ranks_with_the_least_load_the_next_in_turn_gets_a_group(loads, turn,
     assert choose_rank(loads, turn) == rank
 
 
+def test_requests_of_others_count_in_the_load_of_a_rank():
+    ranks = Ranks(2)
+    ranks.others = [2, 0]
+    assert [ranks.open(candidates(1)).rank for _ in range(2)] == [1, 1]
+    assert ranks.loads == [2, 2]
+
+
 def test_processes_that_share_nothing_agree_on_a_rank():
     one, other = Ranks(4, first_turn=0, alone=False), Ranks(4, first_turn=1, alone=False)
     one.open(candidates(16))
