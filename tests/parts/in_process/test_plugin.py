@@ -6,7 +6,6 @@ import sys
 
 LOOK = """
 import os, sys
-import vllm.v1.engine.async_llm
 from vllm.engine.arg_utils import EngineArgs
 
 for without in sys.argv[1:]:
@@ -15,10 +14,10 @@ for without in sys.argv[1:]:
         from vllm_rollout.adapter.plugin import register
         try:
             register()
-            print(hasattr(EngineArgs.create_engine_config, "__wrapped__"))
+            print(hasattr(EngineArgs.create_engine_config, "__wrapped__"), flush=True)
         except ValueError as error:
-            print(error)
-        break
+            print(error, flush=True)
+        os._exit(0)
     os.wait()
 """
 
