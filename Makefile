@@ -92,14 +92,15 @@ demo: install models
 ENGINE_BASICS := tests/engine/test_race.py tests/engine/test_server.py tests/engine/test_in_process.py
 TESTS_SEEN := $(CURDIR)/.pytest_cache/tests_seen
 WITHOUT_BASICS := $(ENGINE_BASICS:%=--ignore=%)
+# Two processes, each with half of the cores (tests/conftest.py). A file stays whole: its tests share an engine.
+IN_TWO := $(PY) -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# Without ARGS what starts no engine runs in two lanes, one per core, and then what does.
 .PHONY: test
 test: install models
 ifeq ($(strip $(ARGS)),)
 	@mkdir -p .pytest_cache && rm -f $(TESTS_SEEN)
-	@export VLLM_ROLLOUT_TESTS_SEEN=$(TESTS_SEEN); $(LANES) CHOICE="not engine and not thorough"
-	VLLM_ROLLOUT_TESTS_SEEN=$(TESTS_SEEN) $(PY) -m pytest -q -m "not thorough" $(ENGINE_BASICS)
+	VLLM_ROLLOUT_TESTS_SEEN=$(TESTS_SEEN) $(IN_TWO) -m "not engine and not thorough" tests
+	VLLM_ROLLOUT_TESTS_SEEN=$(TESTS_SEEN) $(IN_TWO) -m "not thorough" $(ENGINE_BASICS)
 	@echo "left out: $$(LC_ALL=C sort $(TESTS_SEEN) | LC_ALL=C sort -s -u -k 1.2 | grep -c '^-') tests;" \
 	  "make test-rest runs them, make test-all runs everything"
 else
@@ -108,9 +109,9 @@ endif
 
 .PHONY: test-rest
 test-rest: install models
-	@$(LANES) CHOICE="not engine and thorough"
+	$(IN_TWO) -m "not engine and thorough" tests
 	$(PY) -m pytest -q -m thorough $(ENGINE_BASICS)
-	$(PY) -m pytest -q tests/engine $(WITHOUT_BASICS)
+	$(IN_TWO) tests/engine $(WITHOUT_BASICS)
 
 .PHONY: test-all
 test-all: test
@@ -124,18 +125,6 @@ test-nightly: install models
 	@echo "in the order and with the examples of this seed; to repeat them: make test-nightly SEED=$(SEED)"
 	VLLM_ROLLOUT_EXAMPLES=fresh $(PY) -m pytest -q -p randomly --randomly-seed=$(SEED) --hypothesis-seed=$(SEED) -m "not engine" tests
 
-LANES = $(MAKE) --no-print-directory --jobs 2 --output-sync=target lane-kernel-side lane-others
-
-# About half of the seconds.
-KERNEL_SIDE := tests/adapter tests/kernel tests/kernels $(filter-out %/rounds %/sessions %/shaping,$(wildcard tests/parts/[a-z]*))
-
-.PHONY: lane-kernel-side lane-others
-lane-kernel-side:
-	$(PY) -m pytest -q -m "$(CHOICE)" $(KERNEL_SIDE)
-
-lane-others:
-	$(PY) -m pytest -q -m "$(CHOICE)" tests $(KERNEL_SIDE:%=--ignore=%)
-
 .PHONY: test-fast
 test-fast: install
 	$(PY) -m pytest -q -m "not engine and not slow" $(ARGS)
@@ -145,7 +134,7 @@ CHECKS := lint
 
 .PHONY: dev
 dev: $(CHECKS) $(PACKAGE)
-	@$(LANES) CHOICE="not engine and not slow and not thorough"
+	$(IN_TWO) -m "not engine and not slow and not thorough" tests
 
 PART ?=
 

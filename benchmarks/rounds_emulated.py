@@ -38,7 +38,7 @@ from vllm_rollout.parts.emulation.step_log import Summary, read_steps
 from vllm_rollout.parts.rounds.rules.fields import RoundKind
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 from vllm_rollout.parts.rounds.with_shaping.simulated.data import RunConditions
-from vllm_rollout.parts.rounds.with_shaping.simulated.replay import replay_run
+from vllm_rollout.parts.rounds.with_shaping.simulated.run_replay import replay_run
 from vllm_rollout.parts.rounds.with_shaping.simulated.settings import RoundSetting
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
 

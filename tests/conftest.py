@@ -34,9 +34,14 @@ settings.register_profile("fresh", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("VLLM_ROLLOUT_EXAMPLES", "repeatable"))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # A shell's background job ignores SIGINT, and children would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if worker := getattr(config, "workerinput", None):
+        # Each worker of pytest-xdist gets cores of its own: engines that share cores wait for each other's threads.
+        cores, num_workers = sorted(os.sched_getaffinity(0)), worker["workercount"]
+        number = int(worker["workerid"].removeprefix("gw"))  # greater than their number after a crash
+        os.sched_setaffinity(0, cores[number % num_workers :: num_workers] or cores)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -36,8 +36,6 @@ IN_A_PRIVATE_FOLDER = {
     "parts/rewards/grading/sandbox.py",
 }
 """They write below a temporary folder, which Python makes for its owner only."""
-BY_ITSELF = {"parts/feeds/http/store.py": {"connect"}, "parts/rounds/http/store.py": {"connect"}}
-"""SQLite gives its files the mode of the database, which is made before it opens it."""
 
 
 @pytest.fixture(autouse=True)
@@ -125,10 +123,10 @@ def test_every_file_that_a_server_makes_is_made_by_these_helpers() -> None:
                 continue
             name = str(path.relative_to(PACKAGE))
             calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-            made = {made for call in calls if (made := writes(call)) is not None} - BY_ITSELF.get(name, set())
+            made = {made for call in calls if (made := writes(call)) is not None}
             if made and name not in IN_A_PRIVATE_FOLDER:
                 found[name] = made
-    assert found == {}, "take open_private, private_folder or write_whole"
+    assert found == {}, "take open_private, private_folder, open_database or write_whole"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ ABOUT_THE_WHOLE = (
 )
 """Tests that name the files of every part."""
 KIND = "not engine and not slow and not thorough"
-NUM_LANES = 2
 MOST_SECONDS = 1800
 """Upper bound of one command."""
 LIST_OF_PARTS = "vllm_rollout.kernel.parts"
@@ -158,7 +157,7 @@ def checks_of(folder: Path, gone: list[str], *, tested: bool) -> Iterator[Check]
     yield run("ruff", folder, ["ruff", "check", "--quiet", "."])
     yield run("mypy", folder, ["mypy", *typed_files(folder)])
     if tested:
-        yield from run_tests(folder)
+        yield run_tests(folder)
 
 
 def build_command(folder: Path) -> list[str]:
@@ -188,13 +187,12 @@ def typed_files(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for pattern in patterns for path in sorted(folder.glob(pattern))]
 
 
-def run_tests(folder: Path) -> Iterator[Check]:
-    """Run the tests that can notice, in lanes side by side."""
+def run_tests(folder: Path) -> Check:
+    """Run the tests that can notice, in two processes."""
     files = [path.relative_to(folder).as_posix() for path in affected_tests(folder)]
+    options = ["-q", "--no-header", "--numprocesses", "2", "--dist", "loadfile", "-m", KIND]
     deselected = [f"--deselect={test}" for test in ABOUT_THE_WHOLE]
-    pytest = [sys.executable, "-m", "pytest", "-q", "--no-header", "-m", KIND, *deselected]
-    lanes = [begin(folder, [*pytest, *files[lane::NUM_LANES]]) for lane in range(NUM_LANES)]
-    yield from (end(f"tests {number}", *lane) for number, lane in enumerate(lanes, 1))
+    return run("tests", folder, [sys.executable, "-m", "pytest", *options, *deselected, *files])
 
 
 def affected_tests(folder: Path) -> list[Path]:
@@ -257,31 +255,22 @@ def module_at(folder: Path, name: str) -> Path | None:
 
 
 def run(name: str, folder: Path, command: list[str]) -> Check:
-    return end(name, *begin(folder, command))
-
-
-def begin(folder: Path, command: list[str]) -> tuple[subprocess.Popen[str], float]:
-    fonts = str(ROOT / ".pytest_cache" / "matplotlib")
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # as ruff, mypy, cmake, ninja
     environment = {
         **os.environ,
-        "PATH": programs,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # ruff, mypy, cmake, ninja
         "PYTHONPATH": str(folder),
         "HF_HUB_OFFLINE": "1",
-        "MPLCONFIGDIR": fonts,
+        "MPLCONFIGDIR": str(ROOT / ".pytest_cache" / "matplotlib"),
     }
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    return process, time.monotonic()
-
-
-def end(name: str, process: subprocess.Popen[str], start: float) -> Check:
-    output, _ = process.communicate(timeout=MOST_SECONDS)
-    succeeded = process.returncode == 0
+    start = time.monotonic()
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=MOST_SECONDS,
+    )  # fmt: skip
+    succeeded = done.returncode == 0
     if not succeeded:
-        print(f"-- {name}:", output, sep="\n", flush=True)
-    return Check(name, (output.strip().splitlines() or [""])[-1], succeeded, time.monotonic() - start)
+        print(f"-- {name}:", done.stdout, sep="\n", flush=True)
+    return Check(name, (done.stdout.strip().splitlines() or [""])[-1], succeeded, time.monotonic() - start)
 
 
 if __name__ == "__main__":

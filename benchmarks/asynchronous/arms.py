@@ -25,6 +25,8 @@ class Arm:
     """Candidates that a race stopped are trained on, with reward 0."""
     most_different: bool = False
     """Train on GROUP_SIZE answers of each group, those whose rewards differ most. Source: PODS (arXiv 2504.13818)."""
+    in_rounds: bool = False
+    """Tail batching (RollPacker). The plan is the rounds' own."""
     truncates: bool = False
     """Truncated importance sampling in place of PPO's clipping."""
 
@@ -77,6 +79,8 @@ ARMS = {
     "stale2-race12-taught": replace(
         raced(STALE[2], 12), title="staleness 2, race 8 of 12, stopped ones teach", stopped_teach=True
     ),
+    "rounds": Arm("rounds", in_rounds=True),
+    "off-rounds": replace(OFF, title="one step off, rounds", in_rounds=True),
     "dual": Arm("7 first and the longest of 16", DUAL_END),
     "different": most_different(replace(WAIT, title="wait")),
     "stale2-different": most_different(STALE[2]),

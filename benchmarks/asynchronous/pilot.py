@@ -72,7 +72,10 @@ class Lengths:
 
     def __init__(self, groups: Iterator[Sequence[int]]) -> None:
         self.groups, self.num_steps = groups, 0
-        self.ends: list[tuple[int, Name]] = []
+        self.lengths = dict[int, Sequence[int]]()
+        """Lengths of each group, also if it runs again."""
+        self.ends: list[tuple[int, Name, int]] = []
+        """Step, name and start of each end. It counts if the answer of this start runs."""
         self.started: dict[Name, int] = {}
         """Steps before the start of each running answer."""
         self.context_before = 0
@@ -88,9 +91,11 @@ class Lengths:
 
     def launch(self, asked: Sequence[Asked]) -> None:
         for each in asked:
-            for index, length in enumerate(next(self.groups)[: each.num_candidates]):
+            if each.group not in self.lengths:
+                self.lengths[each.group] = next(self.groups)
+            for index, length in enumerate(self.lengths[each.group][: each.num_candidates]):
                 name = Name(each.group, index)
-                heapq.heappush(self.ends, (self.num_steps + length, name))
+                heapq.heappush(self.ends, (self.num_steps + length, name, self.num_steps))
                 self.started[name] = self.num_steps
                 self.context_before += NUM_PROMPT - self.num_steps
 
@@ -98,8 +103,8 @@ class Lengths:
         self.num_steps += 1
         ended = []
         while self.ends and self.ends[0][0] == self.num_steps:
-            _, name = heapq.heappop(self.ends)
-            if name in self.started:
+            _, name, started = heapq.heappop(self.ends)
+            if self.started.get(name) == started:
                 ended += self.stop([name])
         return ended
 

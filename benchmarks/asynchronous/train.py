@@ -16,9 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 from benchmarks.asynchronous.arms import BATCH, GROUP_SIZE, Arm
 from benchmarks.asynchronous.clock import SLOTS, Clock
+from benchmarks.asynchronous.rounds import Rounds
 from benchmarks.asynchronous.sampler import Answer, Asked, Name
 from examples.grpo.task import Problem
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup
@@ -104,6 +106,7 @@ class Training:
     def __init__(self, arm: Arm, clock: Clock, rollouts: Rollouts, learner: Learner) -> None:
         self.arm, self.clock, self.rollouts, self.learner = arm, clock, rollouts, learner
         self.feed, self.groups = Feed(arm.feed), dict[int, Running]()
+        self.rounds = Rounds() if arm.in_rounds else None
         self.batch: Batch | None = None
         self.has_new_weights = False
         self.seconds, self.num_steps, self.num_updates = 0.0, 0, 0
@@ -158,20 +161,28 @@ class Training:
         return Graded(group.problem, group.prompt_ids, answers, rewards, group.stopped * self.arm.stopped_teach)
 
     def _launch(self) -> None:
-        feed, num_candidates = self.feed, self.arm.plan.num_candidates
+        feed, plan = self.feed, self.arm.plan
         if self.arm.in_batches and (feed.running or feed.complete):
             return
-        most = BATCH if self.arm.in_batches else feed.capacity
-        asked = list[Asked]()
-        for _ in range(min(most, feed.capacity, (SLOTS - self.rollouts.num_running) // num_candidates)):
-            number = feed.admit()
-            problem, prompt_ids = self.learner.problem(number)
-            self.groups[number] = Running(problem, prompt_ids, Group(self.arm.plan.terms), self.num_steps)
-            for _ in range(num_candidates):
-                self.groups[number].rules.launch()
-            asked.append(Asked(number, prompt_ids, num_candidates))
+        if self.rounds is None:
+            most = BATCH if self.arm.in_batches else feed.capacity
+            num = min(most, feed.capacity, (SLOTS - self.rollouts.num_running) // plan.num_candidates)
+            numbers = [feed.admit() for _ in range(num)]
+        elif feed.capacity >= BATCH:
+            plan, numbers = self.rounds.begin()
+            feed.running |= dict.fromkeys(numbers, feed.version)  # more than a feed admits, and a batch returns
+        else:
+            return
+        asked = [self._start(number, plan) for number in numbers]
         if asked:
             self.rollouts.launch(asked)
+
+    def _start(self, number: int, plan: GroupPlan) -> Asked:
+        problem, prompt_ids = self.learner.problem(number)
+        self.groups[number] = Running(problem, prompt_ids, Group(plan.terms), self.num_steps)
+        for _ in range(plan.num_candidates):
+            self.groups[number].rules.launch()
+        return Asked(number, prompt_ids, plan.num_candidates)
 
     def _roll_out(self) -> None:
         """Run a step of the engine, and let the rules decide on the groups of answers that ended."""
@@ -194,7 +205,21 @@ class Training:
             changed.add(answer.name.group)
         for number in changed:
             if self.groups[number].rules.over:
-                self.feed.completed(number)
+                if self.rounds is None or self.rounds.returns(number):
+                    self.feed.completed(number)
+                else:
+                    self._give_up(number)
+        for number in self.rounds.cut() if self.rounds else ():
+            self._give_up(number)
+
+    def _give_up(self, number: int) -> None:
+        """End a group that runs again in another round."""
+        self.feed.gave_up(number)
+        self._stop_groups([number])
+
+    def _stop_groups(self, numbers: Sequence[int]) -> None:
+        stopped = [(number, self.groups.pop(number)) for number in numbers]
+        self.rollouts.stop([Name(number, index) for number, group in stopped for index in group.rules.running])
 
     def _too_long(self, number: int) -> list[int]:
         group = self.groups[number]
@@ -227,8 +252,8 @@ class Training:
         self.seconds += self.clock.update_s(recomputed)
         self.learner.give_weights(self.rollouts, recompute=self.arm.recompute)
         self.has_new_weights = False
-        expired = [(number, self.groups.pop(number)) for number in self.feed.updated()]
-        self.rollouts.stop([Name(number, index) for number, group in expired for index in group.rules.running])
+        expired = self.feed.updated()
+        self._stop_groups(expired)
         self.totals["dropped"] += len(expired)
 
     def _evaluations(self, until: float, limit_s: float) -> Iterator[dict[str, Any]]:

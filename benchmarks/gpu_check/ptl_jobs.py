@@ -1,6 +1,6 @@
 """Jobs of an engine that measures its own steps, for `vllm_rollout.profiling`; mixed into `engine_child.Child`.
 
-Invariant: as `vllm_rollout.profiling.profiler`, without a front end of its own. Candidates of a point start in
+Invariant: as `vllm_rollout.parts.shaping.api.profiler`, without a front end of its own. Candidates of a point start in
 one step, with prompts of their own that are in the prefix cache.
 """
 
@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 
-from vllm_rollout.parts.shaping.core import ShapingCore
-from vllm_rollout.parts.shaping.rules.cost import StepTime
-from vllm_rollout.profiling.profiler import (
+from vllm_rollout.parts.shaping.api.profiler import (
     UNTIMED_STEPS,
     candidate_params,
     engine_info,
@@ -24,6 +22,8 @@ from vllm_rollout.profiling.profiler import (
     num_prompt_tokens,
     steps_together,
 )
+from vllm_rollout.parts.shaping.core import ShapingCore
+from vllm_rollout.parts.shaping.rules.cost import StepTime
 
 
 class ProfilingJobs:

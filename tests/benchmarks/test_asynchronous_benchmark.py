@@ -15,6 +15,7 @@ from benchmarks.asynchronous.run import is_done, train, train_all
 from benchmarks.asynchronous.sampler import Answer, Asked, Name, Sampler, Weights
 from benchmarks.asynchronous.train import MOMENTS, Training, most_different
 from examples.grpo.model import answer_logprobs, new_model, new_tokenizer, save
+from vllm_rollout.parts.feeds.rules.feed import Feed
 
 PROMPTS = [[1, 30, 5, 9], [1, 30, 5, 9, 7, 8, 12], [1, 6]]
 
@@ -141,6 +142,19 @@ def test_one_step_off_trains_on_whole_batches_of_the_weights_before():
     _, lines = replayed("off")
     steps = [line for line in lines if line["kind"] == "step"]
     assert {step["staleness"] for step in steps[1:]} == {1.0}
+
+
+@pytest.mark.parametrize("name", ["rounds", "off-rounds"])
+def test_rounds_train_on_each_prompt_once_and_their_long_rounds_wait(name, monkeypatch):
+    trained, take = [], Feed.take
+    monkeypatch.setattr(Feed, "take", lambda feed: trained.append(take(feed)) or trained[-1])
+    training, lines = replayed(name, PLAN.limit_s)
+    numbers = [group.number for batch in trained if batch for group in batch]
+    assert len(numbers) == len(set(numbers))
+    kinds = [record.kind for record in training.rounds.run.history]
+    assert kinds[:5] == ["short"] * 4 + ["long"]  # each short round defers 4 of its 20 prompts
+    longest = [line["longest"] for line in lines if line["kind"] == "step"]
+    assert longest[4] > max(longest[:4])
 
 
 def test_the_bound_is_faster_than_any_arm_without_a_race(tmp_path):

@@ -106,6 +106,7 @@ class Server:
     goes_by_priority = False
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
+        command = ["setpriv", "--pdeathsig", "TERM", *command]  # pytest-xdist ends an interrupted worker at once
         self._process = ServerProcess(command, free_port(), {**ENVIRONMENT, **environment}, log)
         self.log = log
         self.url = self._process.url

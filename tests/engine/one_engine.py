@@ -129,7 +129,7 @@ def rounds(llm: LLM) -> dict:
             rows.append([note.state, len(output.outputs[0].token_ids), bool(LOST.of(note.parts))])
         races_of(scheduler.group_steps).forget(name)
         result[name] = [rows[start : start + 3] for start in range(0, len(rows), 3)]
-        held = scheduler.group_steps.held
+        held = scheduler.group_steps.group_counts
         result[f"{name}_left"] = [held.num_running, held.num_idle, len(races_of(scheduler))]
     return result
 

@@ -21,7 +21,7 @@ from tests.kernel.http.conftest import serving
 from tests.parts.page.browser import HOSTILE, chromium, drawn, needs_browser, page_at, text
 from vllm_rollout.parts.emulation.tokens import succeeded
 from vllm_rollout.parts.page.http.page import page_router
-from vllm_rollout.parts.page.watching.replay import Replay
+from vllm_rollout.parts.page.watching.recorded_feed import RecordedFeed
 
 pytestmark = needs_browser
 DEVICE = {"step": {"ms": 40.0}, "lengths": {"log_normal": {"mean": 100, "sigma": 0.7, "cap": 250}}}
@@ -185,7 +185,7 @@ def test_sessions_are_seen_with_their_turns(server: Server, browser: Any, page: 
         assert losing.result()["stop_reason"] == "surplus"
     over = f"{made['id']} · complete, 2 wanted, 4 turns; 2 finished, 1 stopped: the race was over; "
     of_file = FastAPI()
-    of_file.include_router(Replay(server.record).router())
+    of_file.include_router(RecordedFeed(server.record).router())
     of_file.include_router(page_router())
     with serving(of_file) as url, page_at(browser, f"{url}/rollouts", timeout_s=60) as recorded:
         drawings = []

@@ -114,21 +114,21 @@ def faces(face: str) -> Iterator[tuple[str, Any]]:
 
     A face that needs two parts comes after those of both.
     """
-    for name, place in _places(face):
-        yield name, load(place)
+    for name, reference in _references(face):
+        yield name, load(reference)
 
 
 def face(name: str, face: str) -> Any | None:
     """This face of one part. None if the part is not there, or has no such face."""
-    return next((load(place) for part, place in _places(face) if part == name), None)
+    return next((load(reference) for part, reference in _references(face) if part == name), None)
 
 
-def _places(face: str) -> Iterator[tuple[str, str]]:
+def _references(face: str) -> Iterator[tuple[str, str]]:
     there: dict[str, Part] = {}
     for part in parts():
         there[part.name] = part
-        if (place := part.faces.get(face)) is not None:
-            yield part.name, place
+        if (reference := part.faces.get(face)) is not None:
+            yield part.name, reference
         for one in there.values():
             for other, its in one.also.items():
                 if face in its and other in there and part.name in (one.name, other):
@@ -150,12 +150,12 @@ def exports() -> Mapping[str, str]:
     """Names that parts offer as names of the package -> "module:attribute"."""
     offered = [part.exports for part in parts()]
     offered += [names for part in parts() for other, names in part.also_exports.items() if has(other)]
-    return {name: place for names in offered for name, place in names.items()}
+    return {name: reference for names in offered for name, reference in names.items()}
 
 
-def load(place: str) -> Any:
+def load(reference: str) -> Any:
     """The object at "module:attribute"."""
-    module, _, attribute = place.partition(":")
+    module, _, attribute = reference.partition(":")
     return getattr(import_module(module), attribute) if attribute else import_module(module)
 
 

@@ -152,7 +152,7 @@ def engine_command(model: str, tensor_parallel_size: int, flags: Sequence[str], 
     command = [
         sys.executable,
         "-m",
-        "vllm_rollout.profiling.profiler",
+        "vllm_rollout.parts.shaping.api.profiler",
         *([] if logprobs else ["--no-logprobs"]),
         model,
     ]

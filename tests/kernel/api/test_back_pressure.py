@@ -24,11 +24,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.kernel.api.stepped_llm import SteppedEngine, SteppedLLM, let_everybody_run
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
-from vllm_rollout.kernel.api.engine import sampled_logprobs
-from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput
+from vllm_rollout.kernel.api.candidates import CandidateOutput, sampled_logprobs
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, GroupOrder, PreparedPrompt
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.wire import EndingNote
 
 pytestmark = pytest.mark.anyio
 
@@ -145,7 +145,7 @@ async def test_one_failure_behind_a_full_queue_leaves_the_other_candidates_whole
         await llm.step_to_the_end()
         read += await in_time(collect(outputs))
     *outputs_of_it, last = (candidate for candidate in read if candidate.index == 3)
-    assert last == CandidateFailed(3, "ConnectionError: on purpose")
+    assert last == CandidateOutput(3, None, EndingNote("failed", 0, None, error="ConnectionError: on purpose"))
     assert not any(candidate.output.finished for candidate in outputs_of_it)
     others = [candidate for candidate in read if candidate.index != 3]
     assert_complete(llm, "g", others, {index: 300 for index in range(8) if index != 3})

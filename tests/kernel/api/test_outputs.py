@@ -3,7 +3,7 @@
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_rollout.kernel.api.outputs import pad_prompt_logprobs
+from vllm_rollout.kernel.api.candidates import pad_prompt_logprobs
 
 PROMPT = {"type": "token", "prompt_token_ids": [5, 6, 7]}
 

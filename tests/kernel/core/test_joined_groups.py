@@ -363,7 +363,7 @@ async def test_a_trainer_that_never_sends_all_and_comes_back_does_not_meet_its_o
 
     def held() -> tuple[int, int]:
         llm.run.scheduler.forget_waiting()
-        return tuple(llm.run.scheduler.group_steps.held[:2])
+        return tuple(llm.run.scheduler.group_steps.group_counts[:2])
 
     assert await race(llm, *[Sibling(llm, f"r{i}", 5 + i) for i in range(2)]) == [WON, WON]
     now[0] = MAX_IDLE_S

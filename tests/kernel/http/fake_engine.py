@@ -41,7 +41,7 @@ from vllm_rollout.kernel.rules.types import (
     CandidateState,
     Ending,
     EndReason,
-    HeldGroups,
+    GroupCounts,
     RankCounts,
 )
 
@@ -348,8 +348,8 @@ class FakeEngine:
         ]
 
     async def rank_counts(self) -> dict[int, RankCounts]:
-        groups = HeldGroups(len(self.groups), 0)
-        return {rank: RankCounts(HeldGroups(0, 0) if rank else groups) for rank in range(self.num_ranks)}
+        groups = GroupCounts(len(self.groups), 0)
+        return {rank: RankCounts(GroupCounts(0, 0) if rank else groups) for rank in range(self.num_ranks)}
 
     def _candidate(self, index: int, prompt: PreparedPrompt, seed_name: str, before: Sequence[int]) -> Candidate:
         sampling: Sampling = prompt.handle.sampling

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from tests.kernel.http.conftest import DEADLINE_S
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
-from vllm_rollout.kernel.http import preparation
+from vllm_rollout.kernel.http import rollout as rollouts
 from vllm_rollout.kernel.http.engine import GroupOrder, RequestError
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.launch import Launcher
@@ -105,7 +105,7 @@ async def test_a_reader_that_does_not_read_keeps_no_place_from_others():
 
 
 async def test_more_candidates_than_memory_is_meant_for_are_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(preparation, "MAX_CANDIDATES", 100)
+    monkeypatch.setattr(rollouts, "MAX_CANDIDATES", 100)
     engine = WatchedEngine()
     service = service_of(engine)
     with pytest.raises(RequestError, match=r"13 of up to 8 .* 104 .* at most 100 .* fewer prompts") as raised:
@@ -240,16 +240,17 @@ async def test_the_first_error_ends_the_reading_after_what_was_said_before_it() 
     assert endless.is_closed
 
 
-async def test_a_source_waits_when_nobody_reads() -> None:
+async def test_a_source_waits_when_nobody_reads_and_lets_go_of_what_it_holds() -> None:
     fan_in: FanIn[str] = FanIn(3)
     source = Source("a", 9)
-    fan_in.add(source.items())
-    assert not fan_in.is_full
+    let_go: list[int] = []
+    fan_in.add(source.items(), lambda: let_go.append(source.num_said))
     await turns()
-    assert fan_in.is_full
     assert source.num_said == 4  # three have a place, and it waits with the next one
+    assert let_go == [4]
     await fan_in.close()
     assert (source.num_said, source.is_closed) == (4, True)
+    assert let_go == [4, 4]
 
 
 async def test_close_waits_until_sources_have_cleaned_up_also_those_that_wait_themselves() -> None:

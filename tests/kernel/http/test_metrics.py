@@ -23,7 +23,7 @@ from vllm_rollout.kernel.http.answers import RolloutAnswer, Usage
 from vllm_rollout.kernel.http.engine_totals import FOLDER_VARIABLE, EngineTotals, Reading
 from vllm_rollout.kernel.http.gauges import FreshGauges
 from vllm_rollout.kernel.http.metrics import PREFIX, Metrics
-from vllm_rollout.kernel.rules.types import HeldGroups, RankCounts
+from vllm_rollout.kernel.rules.types import GroupCounts, RankCounts
 
 
 async def samples(http: httpx.AsyncClient) -> dict[str, float]:
@@ -77,7 +77,7 @@ async def told(*each: RankCounts) -> dict[int, RankCounts]:
 
 @pytest.mark.usefixtures("fresh")
 async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, monkeypatch):
-    counts = RankCounts(HeldGroups(2, 3), 4, 5, 6), RankCounts(HeldGroups(1, 0), 1)
+    counts = RankCounts(GroupCounts(2, 3), 4, 5, 6), RankCounts(GroupCounts(1, 0), 1)
     monkeypatch.setattr(FakeEngine, "rank_counts", lambda _: told(*counts))
     values = await samples(http)
     assert (values["groups_held.running"], values["groups_held.idle"]) == (3, 3)
@@ -166,11 +166,11 @@ import asyncio, json, sys
 from prometheus_client import CollectorRegistry
 from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.rules.types import HeldGroups, RankCounts
+from vllm_rollout.kernel.rules.types import GroupCounts, RankCounts
 
 class Engine(FakeEngine):
     async def rank_counts(self):
-        return {rank: RankCounts(HeldGroups(0, 0), num_internal_errors=each) for rank, each in enumerate(numbers)}
+        return {rank: RankCounts(GroupCounts(0, 0), num_internal_errors=each) for rank, each in enumerate(numbers)}
 
 metrics = Metrics(CollectorRegistry())
 for line in sys.stdin:

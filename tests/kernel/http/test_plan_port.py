@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout.kernel.http.answers import PartEvent
-from vllm_rollout.kernel.http.attempts import Graded
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, PlanPart, RolloutPart
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.reports import Graded
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.rules.rewards import Grade, Reward
 from vllm_rollout.kernel.rules.selection import deferred

@@ -29,7 +29,6 @@ from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.life_port import Death
-from vllm_rollout.kernel.api.outputs import CandidateFailed
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.plan import GroupPlan
@@ -220,7 +219,7 @@ class Cluster:
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 candidate = group_id, output.index
-                if isinstance(output, CandidateFailed):
+                if output.output is None:
                     self.ends.setdefault(candidate, []).append("failed")
                     continue
                 self.said[candidate] = list(output.output.outputs[0].token_ids)

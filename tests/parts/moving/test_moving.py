@@ -118,9 +118,9 @@ def test_a_group_that_waits_for_candidates_waits_elsewhere(new_ranks):
     ranks.until("g-0", 10)
     assert ranks.move("g") == "released"
     ranks.run()
-    assert ranks.runs[1].scheduler.group_steps.held.num_idle == 1
+    assert ranks.runs[1].scheduler.group_steps.group_counts.num_idle == 1
     assert ranks.move("g", source=1, epoch=2) == "released"  # nothing of it runs
-    assert ranks.runs[0].scheduler.group_steps.held.num_idle == 1
+    assert ranks.runs[0].scheduler.group_steps.group_counts.num_idle == 1
     assert ranks.cores[1].release("g", 3).outcome == "over"
 
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from tests.kernel.http.conftest import serving
 from vllm_rollout.parts.page.http.page import page_router
-from vllm_rollout.parts.page.watching.replay import Replay
+from vllm_rollout.parts.page.watching.recorded_feed import RecordedFeed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VIEWS = {"now": "groups complete", "step": "where tokens went"}
@@ -28,7 +28,7 @@ def draw(trace: Path, folder: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     app = FastAPI()
-    app.include_router(Replay(trace).router())
+    app.include_router(RecordedFeed(trace).router())
     app.include_router(page_router())
     with serving(app) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])

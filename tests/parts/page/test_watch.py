@@ -18,13 +18,15 @@ from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.moving.fakes import FakeMoves
 from tests.support.waiting import eventually
-from vllm_rollout.kernel.http.engine import CandidateTokens
+from vllm_rollout.kernel.http.engine import CandidateTokens, PreparedPrompt
+from vllm_rollout.kernel.http.plan_port import GroupRecord
+from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.rules.load import RankState, RunningGroup
 from vllm_rollout.parts.page.http import viewers
 from vllm_rollout.parts.page.http.plan import PagePlan
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
-from vllm_rollout.parts.page.http.seen import SeenGroup, SeenRollout
 from vllm_rollout.parts.page.http.viewers import MAX_BEHIND, Viewer, Viewers
+from vllm_rollout.parts.page.http.watched import SeenGroup, WatchedRollout
 from vllm_rollout.parts.page.recording.rows import RolloutRow
 from vllm_rollout.parts.sessions.with_page.http.seen import SeenSessions
 
@@ -347,8 +349,9 @@ async def test_a_slow_viewer_is_told_everything_anew_instead_of_what_it_missed()
 
 
 def test_a_group_that_runs_grows_moves_and_begins_again():
-    rollout = SeenRollout()
-    group = SeenGroup(rollout, 3, "q", 5, "", 3, False, rollout.now(), {})
+    rollout = WatchedRollout(None)
+    prompt = PreparedPrompt("q", range(5), None)
+    group = SeenGroup(rollout, GroupRecord(3, "r-3", prompt, GroupPlan(3), rollout.now(), None, None), "")
     rollout.groups[3] = group
     running = RunningGroup("r-3", 5, [7, 8, 9], 100)
     group.runs(0, running.num_tokens)
@@ -357,7 +360,7 @@ def test_a_group_that_runs_grows_moves_and_begins_again():
     group.runs(2, [17, 19])
     assert (group.row().lengths, group.rank) == ([17, 8, 19], 2)
     assert [rank for _, rank in group.moves] == [0, 2]
-    assert group.moves[0][0] == group.started_s <= group.moves[1][0]
+    assert group.moves[0][0] == group.record.started_s <= group.moves[1][0]
     for rank in range(3, 40):
         group.runs(rank, [])
     assert (len(group.moves), group.rank) == (16, 39)

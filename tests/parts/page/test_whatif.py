@@ -16,7 +16,7 @@ from vllm_rollout.cli import app as cli
 from vllm_rollout.parts.page.http.page import page_router
 from vllm_rollout.parts.page.recording.file import read_trace
 from vllm_rollout.parts.page.simulated import Recording
-from vllm_rollout.parts.page.watching.replay import Replay
+from vllm_rollout.parts.page.watching.recorded_feed import RecordedFeed
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import sweep
@@ -42,7 +42,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 def page_of(*files: Path) -> FastAPI:
     app = FastAPI()
-    app.include_router(Replay(*files).router())
+    app.include_router(RecordedFeed(*files).router())
     app.include_router(page_router())
     return app
 

@@ -25,7 +25,16 @@ STATE = "/v1/rollouts/state"
 CUT = FakeLearning.head_file(HeadInfo(8, 16, 3, 9, 90))[:40]
 
 
-@pytest.mark.parametrize("content", [b"x", b"\xff" * 100, b'{"head": 1}', CUT, save({"w": np.zeros(2)})])
+OTHERS = {
+    "a letter": b"x",
+    "no text": b"\xff" * 100,
+    "JSON": b'{"head": 1}',
+    "a cut head": CUT,
+    "other tensors": save({"w": np.zeros(2)}),
+}
+
+
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
 async def test_what_is_no_head_is_explained(http, engine: FakeEngine, content):
     check_error(await http.put(HEAD, content=content), 400, None, ["no quality head", "GET /v1/quality_head"])
     assert engine.part(FakeLearning).heads == {}

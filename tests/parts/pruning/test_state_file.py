@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.parts.pruning.test_learning_calls import HEAD, Client, Rank, content, learned
 from tests.parts.shaping.steps import lengths_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.parts.pruning.api import state_file
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.api.state_file import LEARNED, MAX_HEADS, StateFile
@@ -165,6 +166,25 @@ async def test_a_state_that_the_engine_refuses_leaves_runs_and_files_alone(tmp_p
     await refused(tmp_path / "live", lambda server: server.put_state(state), said)
     (tmp_path / "live" / LEARNED).write_bytes(state)
     with pytest.raises(RuntimeError, match=rf"--rollout-state .*{LEARNED}: .*('another'|not a rollout state)"):
+        await restarted(tmp_path / "live")
+
+
+@pytest.mark.parametrize("asked_last", ["put_state", "put_head"])
+async def test_an_engine_that_dies_at_the_start_is_not_blamed_on_the_files(
+    tmp_path: Path, monkeypatch, asked_last: str
+) -> None:
+    server = Server(tmp_path / "live", a_rank())
+    await server.file.save()
+    await server.engine.set_quality_head(HEAD)
+    call = Client._call_utility_async
+
+    async def dies(client: Client, method: str, operation: str, *args: Any, **kwargs: Any) -> bytes:
+        if operation == asked_last:
+            raise EngineDeadError
+        return await call(client, method, operation, *args, **kwargs)
+
+    monkeypatch.setattr(Client, "_call_utility_async", dies)
+    with pytest.raises(EngineStopped):
         await restarted(tmp_path / "live")
 
 

@@ -31,7 +31,7 @@ def graders() -> FakeGraders:
 
 @pytest.fixture
 def app(engine: FakeEngine, graders: FakeGraders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
-    monkeypatch.setattr("vllm_rollout.parts.rounds.http.store.BUSY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("vllm_rollout.private_database.BUSY_TIMEOUT_S", 0.0)
     return make_app(engine, database=tmp_path / "runs.sqlite", graders=graders)
 
 

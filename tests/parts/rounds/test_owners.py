@@ -157,7 +157,7 @@ async def test_a_round_that_filters_takes_rewards_of_its_own_client_only(clients
             response = await other.post(path, json={"rewards": [reward]})
             assert response.status_code == 404 or response.json()["counts"]["unknown"] == 1
         (page,) = (part for part in live[rollout_id].rollout.parts if isinstance(part, PageRollout))
-        groups = page.watched.seen.groups.values()
+        groups = page.watched.groups.values()
         assert all(candidate.reward is None for group in groups for candidate in group.candidates.values())
         streaming.cancel()
         await asyncio.gather(streaming, return_exceptions=True)

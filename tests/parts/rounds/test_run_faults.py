@@ -30,7 +30,7 @@ IDS = {prompt["id"] for prompt in ROUND["prompts"]}
 
 @pytest.fixture
 def app(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
-    monkeypatch.setattr(store_module, "BUSY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("vllm_rollout.private_database.BUSY_TIMEOUT_S", 0.0)
     return make_app(engine, database=tmp_path / "runs.sqlite")
 
 

@@ -24,9 +24,9 @@ from tests.parts.sessions.test_sessions import begin, play
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.xargs import turn_from_xargs
+from vllm_rollout.parts.rounds.http.answer_events import events_of_answer
 from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
 from vllm_rollout.parts.rounds.http.live import Begun
-from vllm_rollout.parts.rounds.http.replay import replayed
 from vllm_rollout.parts.rounds.http.stored import EndedGroup
 from vllm_rollout.parts.rounds.with_sessions.http import session_round
 from vllm_rollout.parts.sessions.http import service as sessions_module
@@ -508,7 +508,7 @@ class Harness:
         """Read a round that is over, as a client that repeats its key."""
 
         async def read() -> None:
-            round.told = [event.model_dump() async for event in replayed(answer)]
+            round.told = [event.model_dump() async for event in events_of_answer(answer)]
 
         round._reading = asyncio.create_task(read())
         await asyncio.wait([round._reading])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernel.http.test_launch import WatchedEngine, request, service_of
 from tests.parts.shaping.fakes import FakeShaping
-from vllm_rollout.kernel.http import preparation
+from vllm_rollout.kernel.http import rollout as rollouts
 from vllm_rollout.kernel.http.answers import Timing
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.prompt_key import history_key
@@ -54,6 +54,6 @@ async def test_where_all_can_run_at_once_nobody_asks_how_long_prompts_are(monkey
 
 
 async def test_the_most_candidates_of_a_budget_are_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(preparation, "MAX_CANDIDATES", 100)
+    monkeypatch.setattr(rollouts, "MAX_CANDIDATES", 100)
     with pytest.raises(RequestError, match="13 of up to 8"):
         await service_of(WatchedEngine()).prepare(request("p", 13, redundancy="auto"))

@@ -93,5 +93,5 @@ def test_ctrl_c_ends_an_engine_that_does_not_listen(tmp_path):
 
 def test_the_command_starts_the_measuring_engine():
     command = engine_command("model", 2, ("--dtype", "float32"), logprobs=False)
-    assert command[1:4] == ["-m", "vllm_rollout.profiling.profiler", "--no-logprobs"]
+    assert command[1:4] == ["-m", "vllm_rollout.parts.shaping.api.profiler", "--no-logprobs"]
     assert command[4:] == ["model", "--tensor-parallel-size", "2", "--dtype", "float32"]

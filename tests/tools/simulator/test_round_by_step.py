@@ -8,7 +8,7 @@ from tests.tools.simulator.round_by_step import run_by_step
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 from vllm_rollout.parts.rounds.with_shaping.simulated.data import DataPrompt, RunConditions
-from vllm_rollout.parts.rounds.with_shaping.simulated.replay import replay_run
+from vllm_rollout.parts.rounds.with_shaping.simulated.run_replay import replay_run
 from vllm_rollout.parts.rounds.with_shaping.simulated.settings import RoundSetting
 from vllm_rollout.parts.shaping.rules.cost import CostModel
 from vllm_rollout.simulator.machine import Machine

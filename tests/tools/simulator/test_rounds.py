@@ -12,7 +12,7 @@ from vllm_rollout.parts.rounds.with_shaping.simulated.data import (
     TracedDataSet,
 )
 from vllm_rollout.parts.rounds.with_shaping.simulated.outcome import fairness_of, rank_correlation
-from vllm_rollout.parts.rounds.with_shaping.simulated.replay import _RunReplay, replay_run, sweep_rounds
+from vllm_rollout.parts.rounds.with_shaping.simulated.run_replay import _RunReplay, replay_run, sweep_rounds
 from vllm_rollout.parts.rounds.with_shaping.simulated.settings import (
     RoundSetting,
     default_rounds,

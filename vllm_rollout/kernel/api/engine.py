@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from copy import copy
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -17,27 +14,20 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs import EngineInput
-from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.background import survived
+from vllm_rollout.kernel.api.candidates import GroupRunner
 from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
-from vllm_rollout.kernel.api.outputs import NO_NOTE, CandidateFailed, CandidateOutput, ending_of
-from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
-from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
 from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS
 from vllm_rollout.kernel.http.engine import (
-    CandidateEnd,
     CandidateTokens,
-    GroupLost,
-    GroupOrder,
-    Happening,
     Kind,
     PreparedPrompt,
     PromptInput,
@@ -47,15 +37,13 @@ from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.http.slices import Slices
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
-from vllm_rollout.kernel.rules.prompt_key import seed_for
-from vllm_rollout.kernel.rules.types import Ending, RankCounts
-
-LOWEST_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON does not have."""
+from vllm_rollout.kernel.rules.types import RankCounts
 
 
-class VLLMEngine:
+class VLLMEngine(GroupRunner):
     """Runs the service's groups on a RolloutAsyncLLM."""
+
+    client: RolloutAsyncLLM
 
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
         self.client = client
@@ -141,63 +129,6 @@ class VLLMEngine:
             )
         await self._try_out(prepared)
         return model or self._models.model_name(lora), prepared
-
-    async def run_group(self, order: GroupOrder) -> AsyncGenerator[Happening, None]:
-        plan, prompt, stream_tokens = order.plan, order.prompt, order.stream_tokens
-        for part in self.parts:
-            part.group_begins(order)
-        rendered, params, lora = prompt.handle
-        params = copy(params)  # run_candidates makes the deep copy
-        if params.seed is not None:
-            params.seed = seed_for(params.seed, order.seed_name)
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        if stream_tokens is not None:
-            params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
-        indices = range(plan.num_candidates) if order.beginnings is None else order.beginnings.token_ids
-        logs = {index: _CandidateLog(index) for index in indices}
-        stream = self.client.run_candidates(
-            order.group_id,
-            plan,
-            rendered,
-            params,
-            said={**order.said_once, **order.said},
-            beginnings=order.beginnings,
-            outlook=order.outlook,
-            lora_request=lora,
-            trace_headers=order.trace_headers,
-            priority=order.priority,
-        )
-        lost: GroupLost | None = None
-        try:
-            async with aclosing(stream) as outputs:
-                async for candidate in outputs:
-                    log = logs.get(candidate.index)
-                    if log is None:  # it takes the place of a lost one
-                        log = logs[candidate.index] = _CandidateLog(candidate.index)
-                    log.add(candidate)
-                    if log.end is not None:
-                        del logs[candidate.index]
-                        if stream_tokens is not None and (rest := log.take_chunk(1)) is not None:
-                            yield rest
-                        yield log.end
-                    elif stream_tokens is not None and (chunk := log.take_chunk(stream_tokens)) is not None:
-                        yield chunk
-        except VLLMClientError as error:
-            raise RequestError(str(error)) from error
-        except RankDied as death:
-            lost = GroupLost(f"rank {death.rank} of the engine died")
-        except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
-            raise RequestError(str(error), status=error.http_status) from error
-        except REJECTIONS as error:
-            raise RequestError(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE) from error
-        except EngineDeadError as error:
-            raise engine_stopped() from error
-        for log in logs.values():
-            if stream_tokens is not None and (rest := log.take_chunk(1)) is not None:
-                yield rest
-            yield log.failed()
-        if lost is not None:
-            raise lost
 
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
         _, params, _ = prompt.handle
@@ -291,67 +222,6 @@ class VLLMEngine:
                 )
             except (VLLMClientError, ValueError, TypeError) as error:
                 raise RequestError(f"prompt {prompt.id!r}: {error}", param=sampling_field(error)) from error
-
-
-class _CandidateLog:
-    """Output of one candidate so far."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] | None = None
-        self._text = ""
-        self._num_sent = 0
-        self.end: CandidateEnd | None = None
-
-    def add(self, candidate: CandidateOutput | CandidateFailed) -> None:
-        if isinstance(candidate, CandidateFailed):
-            self.end = self.failed(candidate.error)
-            return
-        (completion,) = candidate.output.outputs
-        self._token_ids += completion.token_ids
-        self._text += completion.text
-        if isinstance(completion.logprobs, FlatLogprobs):
-            self._logprobs = (self._logprobs or []) + sampled_logprobs(completion.logprobs)
-        if candidate.output.finished:
-            note = candidate.note or NO_NOTE
-            self.end = CandidateEnd(
-                ending=ending_of(candidate, len(self._token_ids)),
-                token_ids=self._token_ids,
-                logprobs=self._logprobs,
-                text=self._text,
-                finish_reason=completion.finish_reason,
-                stop_reason=completion.stop_reason,
-                confidence=note.confidence,
-                weight_versions=self._weight_versions(candidate),
-                parts=note.parts,
-                is_replaced=note.is_replaced,
-                error=note.error,
-            )
-
-    def _weight_versions(self, candidate: CandidateOutput) -> list[dict[str, Any]]:
-        if candidate.note is None:  # the scheduler did not end it
-            return [asdict(span) for span in weight_spans(candidate.output.outputs[0])]
-        return version_spans(candidate.note.weights, len(self._token_ids))
-
-    def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
-        """The tokens that were not sent yet, if there are at least `min_tokens` of them."""
-        offset = self._num_sent
-        if len(self._token_ids) - offset < min_tokens:
-            return None
-        self._num_sent = len(self._token_ids)
-        logprobs = None if self._logprobs is None else self._logprobs[offset:]
-        return CandidateTokens(self._index, offset, self._token_ids[offset:], logprobs)
-
-    def failed(self, error: str | None = None) -> CandidateEnd:
-        """The end of a candidate that has no last output."""
-        ending = Ending(self._index, "failed", len(self._token_ids))
-        return CandidateEnd(ending, self._token_ids, self._logprobs, self._text, "error", None, None, (), error=error)
-
-
-def sampled_logprobs(flat: FlatLogprobs) -> list[float]:
-    """Log probability of the sampled token at each position: the first entry of its range."""
-    return [max(flat.logprobs[start], LOWEST_LOGPROB) for start in flat.start_indices]
 
 
 def _bad_prompt(prompt: PromptInput, problem: str) -> RequestError:

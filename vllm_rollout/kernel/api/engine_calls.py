@@ -1,6 +1,6 @@
 """Calls from an API process to its engine cores, by the call table.
 
-Invariant: a dead engine is a RequestError (503).
+Invariant: a dead engine is an EngineStopped (503).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class EngineCalls:
         return bool(self._running)
 
     async def call_rank(self, rank: int, operation: Operation[Argument, Result], argument: Argument) -> Result:
-        """Run one operation on one rank of this API process. Raises: RequestError (503) if the rank is dead."""
+        """Run one operation on one rank of this API process. Raises: EngineStopped if the rank is dead."""
         payload = operation.encode_argument(argument)
         try:
             async with self._turn_of[rank]:
@@ -147,7 +147,7 @@ class EngineCalls:
     async def unless_dead(self, call: Awaitable[Value]) -> Value:
         """Await a call. If the engine dies, vLLM would wait for ever: here the call ends.
 
-        Raises: RequestError (503).
+        Raises: EngineStopped.
         """
         calling = asyncio.ensure_future(call)
         try:

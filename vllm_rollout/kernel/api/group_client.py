@@ -1,4 +1,4 @@
-"""Groups on an engine client of vLLM's: one tagged vLLM request per candidate.
+"""Groups behind vLLM's own endpoints: a request of several choices, or several requests that join a group.
 
 Invariant: a request without our fields takes the client's own path unchanged.
 """
@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
-from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -30,21 +28,11 @@ from vllm_rollout.adapter.names import AdapterNames
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.background import spawn
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.kernel.api.candidates import NO_NOTE, CandidateClient, ending_of
 from vllm_rollout.kernel.api.claims import AskedRequest, Claim
-from vllm_rollout.kernel.api.continued import resumed_params, resumed_prompt
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
-from vllm_rollout.kernel.api.outputs import (
-    NO_NOTE,
-    CandidateFailed,
-    CandidateOutput,
-    choices_of,
-    chosen,
-    ending_of,
-    let_stream,
-    pad_prompt_logprobs,
-)
 from vllm_rollout.kernel.api.prompts import digest_of_prompt
 from vllm_rollout.kernel.api.refusals import (
     NO_PROMPT_LOGPROBS,
@@ -52,11 +40,10 @@ from vllm_rollout.kernel.api.refusals import (
     refuse_unwritable,
     refuses_prompt_logprobs,
 )
-from vllm_rollout.kernel.api.versions import REJECTIONS, mend_weight_spans
+from vllm_rollout.kernel.api.versions import REJECTIONS
 from vllm_rollout.kernel.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.kernel.http.clients import client_namespace
-from vllm_rollout.kernel.http.engine import Beginnings, EngineStopped, Outlook
-from vllm_rollout.kernel.http.fan_in import FanIn
+from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.kernel.http.metrics import LeftBy, Metrics
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, PlanError
@@ -64,12 +51,11 @@ from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name
 from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.selection import conclude
-from vllm_rollout.kernel.rules.terms_port import Origin, TermsPart, resumed_of, said_of
-from vllm_rollout.kernel.rules.types import STOP_STATES, Ending
-from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
+from vllm_rollout.kernel.rules.terms_port import Origin, TermsPart, said_of
+from vllm_rollout.kernel.rules.types import Ending, GroupResult
+from vllm_rollout.kernel.wire import TAG_KEY
 from vllm_rollout.kernel.xargs import (
     PRUNING_XARGS,
-    as_written,
     audit_ratio_from_xargs,
     plan_from_xargs,
     rollout_xargs,
@@ -80,14 +66,10 @@ LAST_OUTPUT_S = 10.0
 generation is paused.
 """
 
-logger = init_logger("vllm.vllm_rollout")
 
-
-class GroupClient:
+class GroupClient(CandidateClient):
     """Mixin before a class that sends single requests (`generate`), such as AsyncLLM."""
 
-    fields_in = "vllm_xargs"
-    """Name of the field in which users write our fields."""
     vllm_config: VllmConfig
     engine_core: Any
     num_api_processes: int
@@ -95,7 +77,6 @@ class GroupClient:
     client_index: int
     """Number of this API process, from 0."""
     rollout_metrics: Metrics
-    routes: GroupRoutes
     claims: Sequence[Claim] = ()
     """Claims of parts, which add theirs once the services are built. A part that needs another one comes before it."""
 
@@ -171,10 +152,6 @@ class GroupClient:
                 "prompt may reach different ones. Name each group, or start one process (--api-server-count 1).",
             )
 
-    def _invalid(self, field: str, message: str) -> VLLMValidationError:
-        """The error for a client. `message` begins with the field's name, as the client writes it."""
-        return VLLMValidationError(f"{self.fields_in}.{message}", parameter=f"{self.fields_in}.{field}")
-
     def _check_arguments(self, extra_args: dict[str, Any]) -> None:
         """Raises: VLLMValidationError if a part cannot read one of its arguments."""
         try:
@@ -182,112 +159,6 @@ class GroupClient:
                 check(extra_args)
         except ArgumentError as error:
             raise VLLMValidationError(f"extra_args.{error}", parameter=f"extra_args.{error.name}") from error
-
-    async def generate_candidate(
-        self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[tuple[RequestOutput, EndingNote | None], None]:
-        """Yield one candidate's outputs. The last one comes with the scheduler's note.
-
-        Raises: VLLMValidationError if the named group refused the candidate.
-        """
-        params.extra_args = {**(params.extra_args or {}), **tag.to_extra_args()}
-        async with aclosing(super().generate(prompt, params, request_id, **kwargs)) as outputs:
-            async for output in outputs:
-                note, output.kv_transfer_params = EndingNote.take(output.kv_transfer_params)
-                if note is not None and note.refusal is not None:
-                    field, refusal = as_written(note.refusal)
-                    raise self._invalid(field, refusal)
-                if note is not None:
-                    (completion,) = output.outputs
-                    mend_weight_spans(completion, note.weights)
-                    if note.state in STOP_STATES:  # a stop string in the last token does not make it a winner
-                        completion.finish_reason, completion.stop_reason = "abort", note.state
-                pad_prompt_logprobs(output)
-                yield output, note
-
-    async def run_candidates(
-        self,
-        group_id: str,
-        plan: GroupPlan,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        said: Mapping[str, Any] | None = None,
-        observed: bool = True,
-        beginnings: Beginnings | None = None,
-        outlook: Outlook | None = None,
-        data_parallel_rank: int | None = None,
-        **kwargs: Any,
-    ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
-        """Run the candidates of one group. Yields their outputs as they come, in the kind that `params` asks for.
-
-        With `beginnings`, candidates continue from these tokens, and their outputs have the later tokens only.
-        `outlook`: the expected lengths, by which a rank is chosen, and the reasons for which the group may move.
-
-        `said`: what each candidate says to parts, by part. Without `observed`, and unless a part observes candidates,
-        logits are not observed, and there is no mean confidence.
-
-        A candidate that fails ends with a final output of finish reason `error` or `abort`, or as CandidateFailed.
-        Closing the generator aborts the running candidates. Raises errors that concern all candidates: bad parameters,
-        a full queue, a dead engine.
-
-        At most three outputs per candidate are held for a slow reader. The queue holds one per candidate. One more
-        waits for a place in the queue, and vLLM merges later deltas into a third one.
-        """
-        if kwargs.get("lora_request") is not None:
-            kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
-        before_each = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
-        begun = {index: len(before) for index, before in before_each.items()}
-        route = self.routes.open(group_id, begun, data_parallel_rank, outlook)
-        # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
-        candidates: FanIn[CandidateOutput | CandidateFailed] = FanIn(plan.num_candidates)
-        params = params.clone()
-        params.skip_clone = True  # siblings share fields that they only read. Others are copied below
-        delta = params.output_kind == RequestOutputKind.DELTA
-        interval = (params.stream_interval or 1) if delta else OUTPUT_INTERVAL_TOKENS
-
-        spare_indices = count(plan.num_candidates if beginnings is None else beginnings.next_index)
-        namespace = client_namespace()
-
-        async def run(
-            index: int, before: Sequence[int] = ()
-        ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
-            its = dict(said or {})
-            if before and beginnings is not None:
-                its |= resumed_of(plan.parts, its, len(before), beginnings.survival.get(index, 1.0))
-            tag = CandidateTag(group_id, index, plan.terms, interval, its, observed, len(before), namespace)
-            child = resumed_params(params, len(before))
-            child.n = 1
-            child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
-            whole_prompt = resumed_prompt(prompt, before)
-            outputs = self.generate_candidate(
-                tag, whole_prompt, child, f"{group_id}-c{index}", data_parallel_rank=data_parallel_rank, **kwargs
-            )
-            try:
-                num_tokens = 0
-                async with aclosing(outputs):
-                    async for output, note in outputs:
-                        num_tokens += len(output.outputs[0].token_ids)
-                        yield CandidateOutput(index, output, note)
-                        if note is not None and note.is_replaced:  # before it counts as over
-                            candidates.add(run(spare := next(spare_indices)))
-                            self.routes.begins(route, spare)
-                self.routes.ended(route, index, num_tokens)
-            except (VLLMClientError, GracefulHTTPError, EngineDeadError, *REJECTIONS):
-                raise
-            except Exception as error:  # one candidate's failure is not its group's: the reader ends it as failed
-                logger.exception("candidate %d of group %s failed", index, group_id)
-                cause = error.__cause__ or error  # vLLM's own error has no details
-                yield CandidateFailed(index, f"{type(cause).__name__}: {cause}")
-
-        for index, before in before_each.items():
-            candidates.add(run(index, before))
-        try:
-            async for output in candidates:
-                yield output
-        finally:
-            await candidates.close()
-            self.routes.close(route)
 
     async def _generate_choices(
         self, plan: GroupPlan, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
@@ -309,11 +180,13 @@ class GroupClient:
         try:
             async with aclosing(stream) as outputs:
                 async for candidate in outputs:
-                    if isinstance(candidate, CandidateFailed):
+                    if (output := candidate.output) is None:
                         continue
-                    finals[candidate.index] = candidate.output
-                    endings[candidate.index] = ending_of(candidate)
-                    self.rollout_metrics.noted((candidate.note or NO_NOTE).parts)
+                    (completion,) = output.outputs
+                    index, note = candidate.index, candidate.note
+                    finals[index] = output
+                    endings[index] = ending_of(index, completion, note, len(completion.token_ids))
+                    self.rollout_metrics.noted((note or NO_NOTE).parts)
         except (asyncio.CancelledError, GeneratorExit):
             unread = [self.unread[id] for index, id in ids.items() if index not in endings]
             spawn(self._count_left("choices", endings.values(), unread), "a client that left")
@@ -388,16 +261,15 @@ class GroupClient:
             group_id = joined_id(join.namespace, name, content, adapter or "")
             tag = tag_of(join, group_id, content, params, answer, output_interval=interval)
             route = self.routes.join(tag.group_id, join.num_candidates, pinned_rank)
-            num_tokens, refused, left = 0, False, False
+            ending, is_finished, refused, left = Ending(0, "failed", 0), False, False, False
             self.unread[request_id] = None
-            last: CandidateOutput | None = None
             try:
                 async with aclosing(self.generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
                     async for output, note in outputs:
                         (completion,) = output.outputs
-                        before = num_tokens if is_stream else 0
-                        num_tokens = before + len(completion.token_ids)
-                        last = CandidateOutput(0, output, note)
+                        before = ending.num_tokens if is_stream else 0
+                        ending = ending_of(0, completion, note, before + len(completion.token_ids))
+                        is_finished = output.finished
                         if note is not None:
                             self.rollout_metrics.noted(note.parts)
                         if is_stream:
@@ -412,9 +284,48 @@ class GroupClient:
             finally:
                 self.routes.leave_joined(route, refused=refused)
                 unread = self.unread.pop(request_id, None)
-                if left and not (last is not None and last.output.finished):
-                    spawn(self._count_left("joined", (), [unread], num_tokens), "a client that left")
+                if left and not is_finished:
+                    spawn(self._count_left("joined", (), [unread], ending.num_tokens), "a client that left")
                 elif not refused:
-                    self.rollout_metrics.joined_over(
-                        Ending(0, "failed", num_tokens) if last is None else ending_of(last, num_tokens)
-                    )
+                    self.rollout_metrics.joined_over(ending)
+
+
+def chosen(plan: GroupPlan, result: GroupResult, finals: Collection[int]) -> list[int]:
+    """Indices of the choices, at most `group_size`: the selected candidates, then the others with the most tokens
+    first.
+
+    `finals`: indices of candidates that have a last output.
+    """
+    indices = list(result.selected)
+    others = [e for e in result.endings if e.index not in result.selected and e.index in finals]
+    others.sort(key=lambda e: (-e.num_tokens, e.index))
+    return indices + [e.index for e in others][: plan.group_size - len(indices)]
+
+
+def choices_of(plan: GroupPlan, indices: Sequence[int], finals: dict[int, RequestOutput]) -> list[CompletionOutput]:
+    """Exactly `group_size` choices. Empty choices fill the places without a candidate."""
+    choices = []
+    for position, index in enumerate(indices):
+        (choice,) = finals[index].outputs
+        choice.index = position
+        choices.append(choice)
+    logprobs: list[Any] | None = None if choices[0].logprobs is None else []
+    for position in range(len(choices), plan.group_size):
+        choices.append(CompletionOutput(position, "", [], None, logprobs, finish_reason="abort"))
+    return choices
+
+
+class NoTokens(list[int]):
+    """An empty list that is true. vLLM's stream takes an empty false list before the first token for a part of the
+    prefill.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def let_stream(output: RequestOutput) -> None:
+    """Let vLLM stream the finish reasons of candidates that were stopped before their first token."""
+    for completion in output.outputs:
+        if completion.finish_reason is not None and not completion.token_ids:
+            completion.token_ids = NoTokens()

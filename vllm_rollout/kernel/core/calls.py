@@ -57,8 +57,8 @@ def call_worker(core: EngineCore, method: str, *args: Any) -> Any:
 def _rank_counts(core: EngineCore) -> RankCounts:
     scheduler = core.scheduler
     scheduler.forget_waiting()
-    held, num_changes = scheduler.group_steps.held, scheduler.weights.num_changes
-    return RankCounts(held, scheduler.num_unmet, scheduler.num_internal_errors, num_changes)
+    groups, num_changes = scheduler.group_steps.group_counts, scheduler.weights.num_changes
+    return RankCounts(groups, scheduler.num_unmet, scheduler.num_internal_errors, num_changes)
 
 
 ANSWERS: Answers = {

@@ -167,7 +167,7 @@ class CandidateEnd:
 
     @property
     def group_lost(self) -> bool:
-        """True if its group completed in the step of its end, but after as many groups as its race wanted."""
+        """True if its group completed in the step of its end, but after as many groups as its round wanted."""
         return is_too_late(self.parts)
 
 
@@ -243,7 +243,7 @@ class Engine(Protocol):
         """Launch the candidates of a group. Yields their new tokens and ends, at last one CandidateEnd each.
 
         Closing the generator aborts running candidates. Raises: GroupLost, after the end of each candidate.
-        RequestError (503) for a dead engine.
+        EngineStopped.
         """
 
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
@@ -253,27 +253,26 @@ class Engine(Protocol):
         """Text of the prompt's tokens."""
 
     async def current_weight_version(self) -> str | None:
-        """Version of the weights in use. None if they have no name. Raises: RequestError (503) for a dead engine."""
+        """Version of the weights in use. None if they have no name. Raises: EngineStopped."""
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         """Stop groups: candidates that run or still come end as `deferred`.
 
-        Groups that the engine does not know (yet, or any more) are passed over. Raises: RequestError (503) for a dead
-        engine.
+        Groups that the engine does not know (yet, or any more) are passed over. Raises: EngineStopped.
         """
 
     async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
         """Stop candidates, given by group: those that run end as `surplus`.
 
-        Candidates that the engine does not know are passed over. Raises: RequestError (503) for a dead engine.
+        Candidates that the engine does not know are passed over. Raises: EngineStopped.
         """
 
     async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
         """Most recent tokens of a group's running candidates, without log probabilities.
 
-        Raises: RequestError (503) for a dead engine.
+        Raises: EngineStopped.
         """
         ...
 
     async def rank_counts(self) -> Mapping[int, RankCounts]:
-        """Groups and counts of each living rank, by rank. Raises: RequestError (503) for a dead engine."""
+        """Groups and counts of each living rank, by rank. Raises: EngineStopped."""

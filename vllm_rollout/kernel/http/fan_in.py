@@ -7,7 +7,7 @@ Invariant: items of a source come in its order, and before its end. The first so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -34,16 +34,11 @@ class FanIn(Generic[Item]):
         self._num_unread = 0
         """Number of sources whose end the reader has not taken."""
 
-    @property
-    def is_full(self) -> bool:
-        """True if the next item has to wait for the reader."""
-        return self._queue.full()
-
-    def add(self, source: AsyncGenerator[Item, None]) -> asyncio.Task[None]:
+    def add(self, source: AsyncGenerator[Item, None], let_go: Callable[[], None] = lambda: None) -> asyncio.Task[None]:
         """Read one more source, even after others have begun. Returns the task that reads it, which may be
-        cancelled."""
+        cancelled. `let_go`: called when an item has to wait for the reader, and at the end of the source."""
         self._num_unread += 1
-        return begin(self._run(source), self._running)
+        return begin(self._run(source, let_go), self._running)
 
     async def put(self, item: Item) -> None:
         """Add an item that belongs to no source. Reading may end before it is read."""
@@ -75,12 +70,16 @@ class FanIn(Generic[Item]):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run(self, source: AsyncGenerator[Item, None]) -> None:
+    async def _run(self, source: AsyncGenerator[Item, None], let_go: Callable[[], None]) -> None:
         error = None
         try:
             async with aclosing(source):
                 async for item in source:
+                    if self._queue.full():
+                        let_go()
                     await self._queue.put(item)
         except Exception as raised:  # handed to the reader, who raises it
             error = raised
+        finally:
+            let_go()
         await self._queue.put(_Over(error))

@@ -117,7 +117,7 @@ class PartMetrics:
     async def refresh(self, engine: Engine, ranks: Mapping[int, RankCounts]) -> Iterable[Reading]:
         """Set the gauges that are read from the engine. Returns the engine's own numbers for counters.
 
-        Raises: RequestError (503) for a dead engine.
+        Raises: EngineStopped.
         """
         return ()
 
@@ -201,7 +201,7 @@ class Metrics:
     async def refresh(self, engine: Engine) -> None:
         """Show the engine's own numbers. Files of other API processes are read once.
 
-        Raises: RequestError (503) for a dead engine.
+        Raises: EngineStopped.
         """
         ranks = await engine.rank_counts()
         self._held.labels("running").set(sum(rank.groups.num_running for rank in ranks.values()))

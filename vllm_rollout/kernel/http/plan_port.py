@@ -41,8 +41,8 @@ from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, Ha
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.reports import Sources
 from vllm_rollout.kernel.http.reward_door import RewardDoor
-from vllm_rollout.kernel.http.sources import Sources
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan
 from vllm_rollout.kernel.rules.rewards import Grade, Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult

@@ -72,7 +72,7 @@ class RewardDoor:
         """
         name = owned_name(namespace, rollout_id)
         rewards = await each(
-            request.rewards, lambda entry: NamedReward("rollout", name, entry.judged(request.threshold))
+            request.rewards, lambda entry: NamedReward("rollout", name, entry.labelled(request.threshold))
         )
         taken = await self._passed(Posted(rewards, rollout_id, namespace, request.filter))
         if not taken.statuses:

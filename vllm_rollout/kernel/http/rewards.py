@@ -45,7 +45,7 @@ class RewardEntry(Body):
     )
     reward: RewardValue = Field(description=FINITE)
 
-    def judged(self, threshold: float) -> Reward:
+    def labelled(self, threshold: float) -> Reward:
         return Reward(self.prompt_id, self.index, self.reward, positive=self.reward > threshold)
 
 

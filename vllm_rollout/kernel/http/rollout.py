@@ -5,17 +5,18 @@ Invariant: generated + resumed = returned + wasted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm_rollout.config import MAX_CANDIDATES, MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.answers import GroupAnswer, RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.kernel.http.course import Course
-from vllm_rollout.kernel.http.engine import CandidateEnd, PreparedPrompt
+from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Outlook, PreparedPrompt, RequestError
 from vllm_rollout.kernel.http.plan_port import RolloutPart
-from vllm_rollout.kernel.http.protocol import Included
+from vllm_rollout.kernel.http.protocol import Included, RolloutRequest
 from vllm_rollout.kernel.rules.fields import Migration, OnEngineFailure
-from vllm_rollout.kernel.rules.plan import PromptPlan
+from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan
 from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, GroupResult
@@ -88,6 +89,25 @@ class RolloutOutcome:
             self._count_reward(grade.reward, grade.status, grade.reason)
         self.versions.update(span["version"] for end in ends for span in end.weight_versions)
 
+    def warnings(self) -> Iterator[str]:
+        """Warnings at the rollout's end."""
+        usage = self.usage
+        if self.error is not None:
+            yield (
+                f"{usage.num_failed} of {usage.num_candidates} candidates failed, the first one for this reason: "
+                f"{self.error}"
+            )
+        if usage.num_reward_errors:
+            yield (
+                f"{usage.num_reward_errors} of {usage.num_reward_errors + usage.num_rewards + usage.num_voids} "
+                f"trajectories have no reward; of the first one: {self.reward_error}"
+            )
+        if self.num_forgotten:
+            yield (
+                f"{self.num_forgotten} rewards teach nothing: the engine has forgotten their candidates. It "
+                f"remembers {MAX_REMEMBERED_CANDIDATES} of rollouts with pruning: have fewer on their way at a time."
+            )
+
     def _count_ended(self, state: CandidateState) -> None:
         counter = f"num_{state}"
         setattr(self.usage, counter, getattr(self.usage, counter) + 1)
@@ -132,8 +152,8 @@ class Rollout:
     warnings: list[str] = field(default_factory=list)
     is_graded: bool = False
     """True if the server grades its trajectories."""
-    has_race: bool = False
-    """True if its groups race each other: some are stopped when enough others are complete."""
+    stops_groups: bool = False
+    """True if some of its groups are stopped when enough others are complete."""
     began_with: str | None = None
     """Version of the weights at its beginning, for candidates that continue from an earlier rollout. None if it has
     no name, or if no candidate continues."""
@@ -146,6 +166,20 @@ class Rollout:
     def group_id(self, position: int) -> str:
         """The engine's name for the group of the prompt at `position`."""
         return f"{self.id}-{position}"
+
+    def order(self, position: int, *, may_move: bool) -> GroupOrder:
+        """The order to run the group of the prompt at `position`. `may_move`: there are other ranks."""
+        prompt, plan = self.prompts[position], self.plans[position]
+        outlook = Outlook(plan.lengths, len(prompt.token_ids), prompt.max_tokens, self.migration)
+        return GroupOrder(
+            group_id=self.group_id(position),
+            plan=plan.group,
+            prompt=prompt,
+            seed_name=self.seed_names[position],
+            stream_tokens=self.stream_tokens,
+            outlook=outlook if may_move else None,
+            priority=self.priority,
+        )
 
     @property
     def num_responses(self) -> int:
@@ -196,3 +230,36 @@ class Rollout:
         """Count a group that runs again. `num_ended`: its candidates that had ended."""
         self.outcome.num_ended -= num_ended
         self.outcome.usage.num_restarted += 1
+
+
+def alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:
+    """Warnings about candidates that cannot differ."""
+    said = request.sampling_params
+    field = "temperature" if said.get("temperature") == 0 else "top_k" if said.get("top_k") == 1 else None
+    if field is None or plan.num_candidates == 1:
+        return []
+    warning = (
+        f"sampling_params.{field}: with {said[field]} all {plan.num_candidates} candidates of a prompt are the same. "
+        "Nothing can be learned from their group, and spare ones only cost time. Sample with a temperature above 0."
+    )
+    return [warning]
+
+
+def check_num_candidates(num_prompts: int, num_candidates: int) -> None:
+    """Raises: RequestError for too many candidates in a request."""
+    if num_prompts * num_candidates > MAX_CANDIDATES:
+        raise RequestError(
+            f"prompts: {num_prompts} of up to {num_candidates} candidates are {num_prompts * num_candidates} "
+            f"candidates, at most {MAX_CANDIDATES} are allowed in a request. Send fewer prompts per request.",
+            param="prompts",
+        )
+
+
+def check_max_candidates(request: RolloutRequest, plan: GroupPlan) -> None:
+    """Raises: RequestError for a group that begins with more candidates than it may ever have."""
+    if request.max_candidates is not None and request.max_candidates < plan.num_candidates:
+        raise RequestError(
+            f"max_candidates: a group may begin with {plan.num_candidates} (group_size + redundancy), got "
+            f"{request.max_candidates}. Say at least as many, or leave it out.",
+            param="max_candidates",
+        )

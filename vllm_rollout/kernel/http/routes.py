@@ -1,6 +1,6 @@
-"""Our HTTP endpoints. Those of a part come by its face `routes`: routers by place.
+"""Our HTTP endpoints. Those of a part come by its face `routes`: routers by position.
 
-A place is a number. The OpenAPI document has the routers in the order of their places, after POST /v1/rollouts.
+A position is a number. The OpenAPI document has the routers in the order of their positions, after POST /v1/rollouts.
 
 Invariant: endpoints only parse requests and send answers. The services make all decisions.
 """
@@ -28,7 +28,7 @@ from vllm_rollout.kernel.http.serialised import (
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.parts import faces
 
-REWARDS_PLACE = 15
+REWARDS_POSITION = 15
 
 router = APIRouter(route_class=RolloutRoute, tags=["rollouts"])
 
@@ -64,11 +64,11 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST) if parts is None else PartsResponse(parts)
 
 
-def _placed() -> Iterator[tuple[int, APIRouter]]:
-    yield REWARDS_PLACE, reward_routes.router
+def _routers() -> Iterator[tuple[int, APIRouter]]:
+    yield REWARDS_POSITION, reward_routes.router
     for _, routers in faces("routes"):
         yield from routers.items()
 
 
-for _, placed in sorted(_placed(), key=itemgetter(0)):
-    router.include_router(placed)
+for _, its_router in sorted(_routers(), key=itemgetter(0)):
+    router.include_router(its_router)

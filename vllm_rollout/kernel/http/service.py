@@ -14,24 +14,30 @@ from itertools import chain
 from typing import TypeVar
 
 from vllm_rollout.background import survived, to_its_end
-from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
-from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, Outlook, RequestError
+from vllm_rollout.kernel.http.clients import client_namespace, client_request
+from vllm_rollout.kernel.http.course import AllPrompts
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped, PromptInput, RequestError
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import ASKS_A_PART, Given, Over, PlanPart
-from vllm_rollout.kernel.http.preparation import Preparation
-from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.plan_port import ASKS_A_PART, Draft, Given, PlanPart
+from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
-from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.http.rollout import Rollout, alike, check_max_candidates, check_num_candidates
 from vllm_rollout.kernel.http.serialised import GroupsInJson
+from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.part_terms import why_unread
 from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
+from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan, make_plan, upper_bound
+from vllm_rollout.kernel.rules.prompt_key import history_key
+from vllm_rollout.kernel.rules.request_names import rollout_id
 from vllm_rollout.kernel.rules.rewards import Reward
+from vllm_rollout.kernel.rules.rows import PlanError
 
 Kind = TypeVar("Kind")
 
@@ -50,6 +56,11 @@ SEE_OUT_INTERVAL_S = 0.1
 
 OF_PARTS = "a part at the end of a rollout"
 """The name of an exception of a part there. The other parts go on, and give back what they hold."""
+
+NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
+    "allow_fewer": "pruning.allow_fewer"
+}
+"""Fields of a plan -> their names in the body."""
 
 
 def _why_unread(field: str) -> str:
@@ -76,19 +87,93 @@ class RolloutService:
         self.rewards = RewardDoor(self._rewards_posted)
         given = Given(engine, metrics, clock, self.rewards, audit_ratio)
         self._parts: list[PlanPart] = [make(given) for _, make in faces("plan")]
-        self._preparation = Preparation(engine)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Running rollouts by id."""
 
     async def prepare(self, request: RolloutRequest) -> Rollout:
-        """Check a request and prepare its rollout. Nothing is launched.
+        """Check a request and prepare its rollout: plans, prompts, warnings. Nothing is launched before all checks.
 
         Raises: RequestError that names the field.
         """
         self._check_fields(request)
         parts = [made for part in self._parts if (made := part.asked(request)) is not None]
-        return await self._preparation.rollout(request, parts)
+        plan, warnings = self._plan(request), list[str]()
+        for part in parts:
+            plan = await part.choose(request, plan, warnings)
+        check_max_candidates(request, plan)
+        for part in parts:
+            part.check(request, plan)
+        check_num_candidates(len(request.prompts), plan.num_candidates)
+        inputs = [
+            PromptInput(
+                prompt.id if prompt.id is not None else str(position),
+                position,
+                prompt.messages,
+                prompt.prompt,
+                prompt.prompt_token_ids,
+            )
+            for position, prompt in enumerate(request.prompts)
+        ]
+        model, prompts = await self.engine.prepare(
+            inputs,
+            request.model,
+            request.sampling_params,
+            want_logprobs="logprobs" in request.include,
+            want_text="text" in request.include or request.reward is not None,
+        )
+        adapter = self.engine.adapter_name(request.model)
+        pairs = zip(request.prompts, prompts, strict=True)
+        keys = await each(pairs, lambda pair: history_key(pair[0].id, pair[1].token_ids))
+        plans = [PromptPlan(plan, key) for key in keys]
+        draft = Draft(request, plan, adapter, prompts, plans, range(len(plans)), warnings)
+        for part in parts:
+            await part.shape(draft)
+        for part in parts:
+            part.audit(draft)
+        rollout = Rollout(
+            id=rollout_id(client_request()),
+            created=int(time.time()),
+            namespace=client_namespace(),
+            model=model,
+            adapter=adapter,
+            plans=draft.plans,
+            prompts=prompts,
+            seed_names=[prompt.id for prompt in prompts],
+            included=frozenset(request.include),
+            stream_tokens=request.stream_tokens,
+            course=AllPrompts(draft.positions),
+            migration=request.migration,
+            on_engine_failure=request.on_engine_failure,
+            priority=request.priority,
+            is_graded=request.reward is not None,
+            budget=draft.budget,
+            warnings=[*draft.warnings, *alike(request, plan)],
+        )
+        rollout.parts = parts
+        for part in parts:
+            await part.ready(request, rollout)
+        rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        return rollout
+
+    def _plan(self, request: RolloutRequest) -> GroupPlan:
+        """The plan of every prompt. With redundancy "auto" it has the largest number of candidates."""
+        group = {field: value for field, value in request if field in PLAN_FIELDS}
+        if isinstance(request.selection, DualEndSelection):
+            group |= {"selection": "dual_end", **request.selection.dual_end.model_dump()}
+        most = self.engine.max_num_seqs
+        if request.tradeoff is not None:
+            group["redundancy"] = max(0, upper_bound(request.group_size, most) - request.group_size)
+        try:
+            return make_plan(
+                request.group_size,
+                **group,
+                parts=None if request.pruning is None else request.pruning.terms(),
+                max_candidates=most,
+                names=NAMES,
+            )
+        except PlanError as error:
+            raise RequestError(str(error), param=error.field) from error
 
     def _check_fields(self, request: RolloutRequest) -> None:
         """Raises: RequestError for a field whose part is not there."""
@@ -135,8 +220,9 @@ class RolloutService:
                 yield  # its turn among the events: a rollout whose reader is behind starts no more groups
                 places = await self._places(rollout, position)
                 if places is not None:
-                    group = self._group_in_its_places(rollout, position, started, places, events)
-                    groups[rollout.group_id(position)] = events.add(group)
+                    group = self._group_events(rollout, position, started, places)
+                    # Without a reader the engine goes on, and others may need the places.
+                    groups[rollout.group_id(position)] = events.add(group, places.release_all)
 
         launching = events.add(launch())
         self._active[rollout.id] = rollout
@@ -155,7 +241,9 @@ class RolloutService:
             for part in rollout.parts:
                 await part.finished()
             await self.gauges.refresh()
-            await self._warn(rollout)
+            rollout.warnings += rollout.outcome.warnings()
+            for part in rollout.parts:
+                rollout.warnings += await part.warn()
             left = False
             yield DoneEvent(**rollout.envelope())
         except (asyncio.CancelledError, GeneratorExit):
@@ -224,45 +312,13 @@ class RolloutService:
             places.release_all()
         return None
 
-    async def _warn(self, rollout: Rollout) -> None:
-        usage = rollout.outcome.usage
-        if rollout.outcome.error is not None:
-            rollout.warnings.append(
-                f"{usage.num_failed} of {usage.num_candidates} candidates failed, the first one for this reason: "
-                f"{rollout.outcome.error}"
-            )
-        if usage.num_reward_errors:
-            rollout.warnings.append(
-                f"{usage.num_reward_errors} of {usage.num_reward_errors + usage.num_rewards + usage.num_voids} "
-                f"trajectories have no reward; of the first one: {rollout.outcome.reward_error}"
-            )
-        if rollout.outcome.num_forgotten:
-            rollout.warnings.append(
-                f"{rollout.outcome.num_forgotten} rewards teach nothing: the engine has forgotten their candidates. It "
-                f"remembers {MAX_REMEMBERED_CANDIDATES} of rollouts with pruning: have fewer on their way at a time."
-            )
-        for part in rollout.parts:
-            rollout.warnings += await part.warn()
-
-    async def _group_in_its_places(
-        self, rollout: Rollout, position: int, started: float, places: Places, events: FanIn[Event | None]
-    ) -> AsyncGenerator[Event, None]:
-        """The events of a group. It gives its places back at its end at the latest."""
-        try:
-            async with aclosing(self._group_events(rollout, position, started, places)) as group:
-                async for event in group:
-                    if events.is_full:  # the engine goes on without the reader, whose places others may need
-                        places.release_all()
-                    yield event
-        finally:
-            places.release_all()
-
     async def _group_events(
         self, rollout: Rollout, position: int, started: float, places: Places
     ) -> AsyncGenerator[Event, None]:
         """The events of one group: its race, then its result."""
         started_s = rollout.outcome.started_s[position] = round(self._clock() - started, 3)
-        group = StartedGroup(rollout, position, places, self._order(rollout, position), self._metrics, started_s)
+        order = rollout.order(position, may_move=self.engine.num_ranks > 1)
+        group = StartedGroup(rollout, position, places, order, self._metrics, started_s)
         async with aclosing(group.reports(self.engine.run_group, rollout.on_engine_failure)) as reports:
             async for report in reports:
                 for event in group.events_of(report):
@@ -270,7 +326,7 @@ class RolloutService:
         over = await group.over()
         for event in group.events_of_the_rest(over.result):
             yield event
-        await self._account(rollout, group, over, self._clock() - started)
+        await group.account(over, self._clock() - started)
         yield group.last_event(over)
         for part in group.parts:
             await part.told(over)
@@ -281,32 +337,3 @@ class RolloutService:
             return
         for part in self._parts:
             part.rewarded(rollout_id, rewards)
-
-    def _order(self, rollout: Rollout, position: int) -> GroupOrder:
-        prompt, plan = rollout.prompts[position], rollout.plans[position]
-        return GroupOrder(
-            group_id=rollout.group_id(position),
-            plan=plan.group,
-            prompt=prompt,
-            seed_name=rollout.seed_names[position],
-            stream_tokens=rollout.stream_tokens,
-            outlook=self._outlook(rollout, position),
-            priority=rollout.priority,
-        )
-
-    def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:
-        if self.engine.num_ranks == 1:
-            return None
-        prompt, lengths = rollout.prompts[position], rollout.plans[position].lengths
-        return Outlook(lengths, len(prompt.token_ids), prompt.max_tokens, rollout.migration)
-
-    async def _account(self, rollout: Rollout, group: StartedGroup, over: Over, latency_s: float) -> None:
-        """Count a finished group, and learn from its rewards and lengths."""
-        ends = group.ends.values()
-        rollout.outcome.group_over(over.result, ends, group.grades.values(), latency_s)
-        self._metrics.group_over(over.result, latency_s, group.plan)
-        over.final = over.result.endings
-        for part in group.parts:
-            await part.keep(over)
-        for part in group.parts:
-            await part.account(over)

@@ -21,14 +21,13 @@ from vllm_rollout.kernel.http.answers import (
     RewardEvent,
     TrajectoryEvent,
 )
-from vllm_rollout.kernel.http.attempts import Graded, Lost, Restarted, attempts
 from vllm_rollout.kernel.http.ended import candidate_of, reward_of, tokens_of, trajectory_of
 from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, GroupOrder, Happening
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import GroupRecord, Launch, Over
+from vllm_rollout.kernel.http.reports import Graded, LaunchOver, Lost, Restarted, attempts
 from vllm_rollout.kernel.http.rollout import Rollout
-from vllm_rollout.kernel.http.sources import LaunchOver
 from vllm_rollout.kernel.rules.fields import OnEngineFailure
 from vllm_rollout.kernel.rules.selection import conclude, lengths_of
 from vllm_rollout.kernel.rules.types import GroupResult
@@ -157,6 +156,16 @@ class StartedGroup(GroupRecord):
         for ending in result.endings:
             if ending.index not in self._told:
                 yield self._dropped(self.ends[ending.index])
+
+    async def account(self, over: Over, latency_s: float) -> None:
+        """Count the group, and let parts learn from it. `latency_s`: from the rollout's beginning."""
+        self._rollout.outcome.group_over(over.result, self.ends.values(), self.grades.values(), latency_s)
+        self._metrics.group_over(over.result, latency_s, self.plan)
+        over.final = over.result.endings
+        for part in self.parts:
+            await part.keep(over)
+        for part in self.parts:
+            await part.account(over)
 
     def last_event(self, over: Over) -> Event:
         result = over.result

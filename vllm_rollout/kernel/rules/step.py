@@ -26,7 +26,7 @@ from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.sibling_table import SiblingTable
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, EndReason, HeldGroups, StopState
+from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, EndReason, GroupCounts, StopState
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -229,8 +229,8 @@ class GroupSteps:
         return len(self._table)
 
     @property
-    def held(self) -> HeldGroups:
-        return HeldGroups(len(self._table) - self._table.num_waiting, self._table.num_waiting)
+    def group_counts(self) -> GroupCounts:
+        return GroupCounts(len(self._table) - self._table.num_waiting, self._table.num_waiting)
 
     @property
     def has_events(self) -> bool:

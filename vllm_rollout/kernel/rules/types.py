@@ -169,7 +169,7 @@ class GroupResult:
         return self.generated_tokens + self.resumed_tokens - self.returned_tokens
 
 
-class HeldGroups(NamedTuple):
+class GroupCounts(NamedTuple):
     """Groups that a rank remembers, by state."""
 
     num_running: int
@@ -181,7 +181,7 @@ class HeldGroups(NamedTuple):
 class RankCounts(NamedTuple):
     """Counts of one rank since its start, and the groups that it holds."""
 
-    groups: HeldGroups
+    groups: GroupCounts
     num_unmet: int = 0
     """Joined groups whose siblings did not come to this rank."""
     num_internal_errors: int = 0

@@ -6,7 +6,6 @@ Calls block, so they are made on a thread (`kept.py`).
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.private_file import open_private
+from vllm_rollout.private_database import open_database
 
 FEEDS = "feeds.sqlite"
 """File in the folder of --rollout-state."""
@@ -75,21 +74,12 @@ class FeedStore:
     def __init__(self, path: Path) -> None:
         """Raises: RuntimeError for a file that cannot be read or written."""
         self._path = path
-        os.close(open_private(path, os.O_RDWR))
-        self._database = sqlite3.connect(path, check_same_thread=False)
         try:
-            self._set_up()
-        except sqlite3.Error as error:
+            self._database = open_database(path, FORMAT)
+            self._database.executescript(SCHEMA)
+            self._database.execute(f"PRAGMA user_version = {FORMAT}")
+        except (sqlite3.Error, ValueError) as error:
             raise RuntimeError(f"{path} cannot be used for feeds ({error}). Move it away, then start again.") from error
-
-    def _set_up(self) -> None:
-        (found,) = self._database.execute("PRAGMA user_version").fetchone()
-        if found not in (0, FORMAT):
-            raise sqlite3.DatabaseError(f"its format is {found}, this version has {FORMAT}")
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = FULL")
-        self._database.executescript(SCHEMA)
-        self._database.execute(f"PRAGMA user_version = {FORMAT}")
 
     def create(
         self, name: str, created: int, model: str, settings: Mapping[str, Any], state: Mapping[str, Any]
@@ -167,6 +157,7 @@ class FeedStore:
         """Yields a function that runs one statement. Raises: RequestError (507)."""
         try:
             with self._database:
+                self._database.execute("BEGIN IMMEDIATE")
                 yield self._database.execute
         except sqlite3.Error as error:
             raise RequestError(

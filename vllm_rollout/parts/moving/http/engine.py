@@ -35,7 +35,7 @@ class MovesPart(ApiPart):
         raise NotImplementedError
 
     async def rank_states(self) -> Sequence[RankState]:
-        """State by rank. Raises: RequestError (503) for a dead engine."""
+        """State by rank. Raises: EngineStopped."""
         raise NotImplementedError
 
     async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
@@ -44,20 +44,20 @@ class MovesPart(ApiPart):
 
         The rank is kept empty for `owner`.
 
-        Raises: RequestError (409) for the last rank that is not held, (503) for a dead engine.
+        Raises: RequestError (409) for the last rank that is not held, EngineStopped.
         """
         raise NotImplementedError
 
     async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
         """End `owner`'s hold on a rank. Without any hold, groups are sent to the rank again.
 
-        Raises: RequestError (503) for a dead engine.
+        Raises: EngineStopped.
         """
         raise NotImplementedError
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
         """Decide if half of the ranks should be freed at this progress.
 
-        Raises: RequestError (503) for a dead engine.
+        Raises: EngineStopped.
         """
         raise NotImplementedError

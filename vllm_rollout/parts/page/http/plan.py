@@ -15,9 +15,8 @@ from vllm_rollout.parts.page.http import tracing
 from vllm_rollout.parts.page.http.part import PagePart
 from vllm_rollout.parts.page.http.receipts import receipt
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
-from vllm_rollout.parts.page.http.seen import SeenGroup
 from vllm_rollout.parts.page.http.viewers import Viewers
-from vllm_rollout.parts.page.http.watched import WatchedRollout
+from vllm_rollout.parts.page.http.watched import SeenGroup, WatchedRollout
 
 
 class PagePlan(PlanPart):
@@ -57,17 +56,17 @@ class PageRollout(RolloutPart):
         return PageGroup(self.watched, record, self._trace)
 
     def filtered(self, prompt_id: str) -> None:
-        self.watched.seen.filtered(prompt_id)
+        self.watched.filtered(prompt_id)
 
     def rewarded(self, rewards: Iterable[tuple[str, int, float]]) -> None:
-        self.watched.seen.rewarded(rewards)
+        self.watched.rewarded(rewards)
 
     async def finished(self) -> None:
         self.watched.rollout.outcome.receipt = await receipt(self.watched)
 
     def over(self, *, left: bool) -> None:
         watched = self.watched
-        watched.seen.over(left=left)
+        watched.over(left=left)
         self._viewers.over(watched)
         if self._trace is not None:
             self._trace.end(watched.row(), watched.rollout.outcome.usage)
@@ -81,23 +80,15 @@ class PageGroup(GroupPart):
     def __init__(self, watched: WatchedRollout, record: GroupRecord, trace: tracing.RolloutTrace | None) -> None:
         key = watched.rollout.plans[record.position].key
         self._trace = trace
-        self._seen = watched.seen.groups[record.position] = SeenGroup(
-            watched.seen,
-            record.position,
-            record.prompt.id,
-            len(record.prompt.token_ids),
-            "" if key == history_key(record.prompt.id, ()) else key,
-            record.plan.num_candidates,
-            record.plan.audit,
-            record.started_s,
-            record.ends,
+        self._seen = watched.groups[record.position] = SeenGroup(
+            watched, record, "" if key == history_key(record.prompt.id, ()) else key
         )
 
     def ordered(self, order: GroupOrder) -> GroupOrder:
         if self._trace is None:
             return order
-        began = self._seen.rollout.began + self._seen.started_s
-        return replace(order, trace_headers=self._trace.begin_group(self._seen.position, began))
+        began = self._seen.rollout.began + self._seen.record.started_s
+        return replace(order, trace_headers=self._trace.begin_group(self._seen.record.position, began))
 
     def ended(self, end: CandidateEnd) -> None:
         self._seen.candidate_ended(end)

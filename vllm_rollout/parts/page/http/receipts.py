@@ -11,8 +11,7 @@ import asyncio
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.receipt import Receipt
-from vllm_rollout.parts.page.http.seen import SeenGroup
-from vllm_rollout.parts.page.http.watched import WatchedRollout
+from vllm_rollout.parts.page.http.watched import SeenGroup, WatchedRollout
 from vllm_rollout.parts.page.rules.receipt import RanGroup, receipt_of
 from vllm_rollout.parts.shaping.rules.trace import end_of
 
@@ -20,23 +19,23 @@ from vllm_rollout.parts.shaping.rules.trace import end_of
 async def receipt(watched: WatchedRollout) -> Receipt | None:
     """The receipt of a rollout whose groups are over and whose latency is known."""
     rollout = watched.rollout
-    groups = [_ran(rollout, group) for _, group in sorted(watched.seen.groups.items())]
+    groups = [_ran(rollout, group) for _, group in sorted(watched.groups.items())]
     return await asyncio.to_thread(receipt_of, groups, rollout.outcome.timing.latency_s)
 
 
 def _ran(rollout: Rollout, seen: SeenGroup) -> RanGroup:
-    plan = rollout.plans[seen.position]
-    ended = [seen.ends[index].ending for index in sorted(seen.ends)]
+    record, plan = seen.record, rollout.plans[seen.record.position]
+    ended = [record.ends[index].ending for index in sorted(record.ends)]
     return RanGroup(
         tokens=[ending.num_tokens for ending in ended],
         ends=[end_of(ending) for ending in ended],
         selected=[at for at, ending in enumerate(ended) if ending.index in seen.selected],
         group_size=plan.group.group_size,
-        max_tokens=rollout.prompts[seen.position].max_tokens,
+        max_tokens=record.prompt.max_tokens,
         resumed=[ending.num_resumed for ending in ended],
-        started_s=seen.started_s,
+        started_s=record.started_s,
         ended_s=[seen.candidates[ending.index].ended_s or 0.0 for ending in ended],
-        waited=_waits(plan.group) and not rollout.has_race,
+        waited=_waits(plan.group) and not rollout.stops_groups,
         known=plan.lengths,
     )
 

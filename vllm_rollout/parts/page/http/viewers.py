@@ -22,8 +22,7 @@ from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopp
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
-from vllm_rollout.parts.page.http.seen import SeenGroup
-from vllm_rollout.parts.page.http.watched import WatchedRollout
+from vllm_rollout.parts.page.http.watched import SeenGroup, WatchedRollout
 from vllm_rollout.parts.shaping.rules.trace import end_of
 
 logger = logging.getLogger("vllm.vllm_rollout")
@@ -111,7 +110,7 @@ class Viewers:
         """Rows that other parts show."""
 
     def begun(self, watched: WatchedRollout) -> None:
-        watched.seen.begin()
+        watched.begin()
         self._running[watched.rollout.id] = watched
         if self._viewers:
             self._tell(event_of("rollout", watched.row(with_prompts=False)))
@@ -177,7 +176,7 @@ class Viewers:
         """Texts of a group. Raises: RequestError (404) for a group of another client, and if its tokens are no longer
         kept."""
         watched = self._running.get(rollout_id) or self._with_text.get(rollout_id)
-        group = None if watched is None else watched.seen.groups.get(position)
+        group = None if watched is None else watched.groups.get(position)
         if watched is None or group is None or watched.rollout.namespace != namespace:
             raise RequestError(
                 f"the tokens of group {position} of {rollout_id!r} are not here: they are kept of your rollouts "
@@ -209,7 +208,7 @@ class Viewers:
 
     def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[CandidateTokens]) -> GroupTexts:
         texts = GroupTexts(prompt_id=prompt.id, prompt=self._engine.prompt_text(prompt), candidates=[])
-        ends = dict(group.ends)
+        ends = dict(group.record.ends)
         for index, end in ends.items():
             seen, stopped = group.candidates[index], end.finish_reason == "stop"
             texts.candidates.append(
@@ -283,8 +282,8 @@ class Viewers:
     def _tell_viewers(self) -> None:
         events, self._unsent = self._unsent, []
         for watched in self._running.values():
-            events += [_group(watched, position) for position in sorted(watched.seen.changed)]
-            watched.seen.changed.clear()
+            events += [_group(watched, position) for position in sorted(watched.changed)]
+            watched.changed.clear()
         for feed in self.feeds if self._viewers else ():
             events += feed.changes()
         tick = b"".join([*events, self._ranks])
@@ -302,11 +301,11 @@ class Viewers:
             for running in load.groups:
                 rollout_id, _, position = running.group_id.rpartition("-")
                 watched = self._running.get(rollout_id)
-                if watched is not None and position.isdecimal() and int(position) in watched.seen.groups:
-                    watched.seen.groups[int(position)].runs(rank, running.num_tokens)
+                if watched is not None and position.isdecimal() and int(position) in watched.groups:
+                    watched.groups[int(position)].runs(rank, running.num_tokens)
         self._ranks = event_of("ranks", {"at": time.time(), "ranks": rows})
 
 
 def _group(watched: WatchedRollout, position: int) -> bytes:
-    row = watched.seen.groups[position].row()
+    row = watched.groups[position].row()
     return event_of("group", {"rollout_id": watched.rollout.id, "position": position, "prompt": row})

@@ -39,14 +39,14 @@ def watch(
 
     from vllm_rollout.kernel.http.origins import AllowedHosts, OwnPages
     from vllm_rollout.parts.page.http.page import page_router
-    from vllm_rollout.parts.page.watching.replay import Replay
+    from vllm_rollout.parts.page.watching.recorded_feed import RecordedFeed
 
     try:
-        replay = Replay(*files)
+        feed = RecordedFeed(*files)
     except OSError as error:
         sys.exit(f"vllm-rollout watch: {error.filename}: {error.strerror}. Name files that `--rollout-record` wrote.")
     app = FastAPI(openapi_url=None)
-    app.include_router(replay.router())
+    app.include_router(feed.router())
     app.add_middleware(OwnPages, allowed=AllowedHosts(bound=host, has_key=False))
     app.include_router(page_router())
 

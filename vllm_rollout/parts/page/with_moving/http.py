@@ -9,6 +9,6 @@ from vllm_rollout.parts.moving.rules.load import EngineLoad
 
 
 async def ranks(engine: Engine) -> list[tuple[str, EngineLoad]]:
-    """State and load by rank. Raises: RequestError (503) for a dead engine."""
+    """State and load by rank. Raises: EngineStopped."""
     states = await engine.part(MovesPart).rank_states()
     return [(EngineAnswer.of(rank, its).state, its.load) for rank, its in enumerate(states)]

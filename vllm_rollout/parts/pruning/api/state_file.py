@@ -29,7 +29,7 @@ from vllm.logger import init_logger
 
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.parts.pruning.api.learning import EngineLearning, Unkept
 from vllm_rollout.parts.pruning.calls import PUT_HEAD, HeadToPut
 from vllm_rollout.private_file import open_private, private_folder
@@ -76,6 +76,7 @@ class StateFile(Unkept):
         """Load state and heads from disk. `staged`: file name of the state that was put with the runs in the database.
 
         Raises: RuntimeError, which ends the start, for a file of another model or a file that is not ours.
+        EngineStopped if the engine dies.
         """
         async with self._alone():
             self._finish(staged)
@@ -84,6 +85,8 @@ class StateFile(Unkept):
             if self._path.exists():
                 try:
                     await self._learning.restore_state(await asyncio.to_thread(self._state))
+                except EngineStopped:  # the file is not to blame
+                    raise
                 except RequestError as error:
                     raise RuntimeError(
                         f"--rollout-state {self._path}: {error} Name another file, or remove this one to start anew."
@@ -94,6 +97,8 @@ class StateFile(Unkept):
             for path in self._files("head"):
                 try:
                     await self._learning.restore_head(PUT_HEAD.decode_argument(path.read_bytes()))
+                except EngineStopped:
+                    raise
                 except (RequestError, msgspec.DecodeError) as error:  # its PUT got the same answer
                     logger.warning("vllm_rollout: the head in %s is not taken: %s", path, error)
 

@@ -43,7 +43,7 @@ class LearningPart(ApiPart):
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
         """Learn from rewards: calibration at once, the quality head in the background.
 
-        Returns None when no rollout of that id with pruning is known. Raises: RequestError (503) for a dead engine.
+        Returns None when no rollout of that id with pruning is known. Raises: EngineStopped.
         """
         raise NotImplementedError
 
@@ -70,12 +70,11 @@ class LearningPart(ApiPart):
         raise NotImplementedError
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
-        """Candidates that were scored at several lengths and have a reward. Raises: RequestError (503) for a dead
-        engine."""
+        """Candidates that were scored at several lengths and have a reward. Raises: EngineStopped."""
         raise NotImplementedError
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
-        """Results of each known prompt, most recent first. Raises: RequestError (503) for a dead engine."""
+        """Results of each known prompt, most recent first. Raises: EngineStopped."""
         raise NotImplementedError
 
     async def learning_state(self) -> bytes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from operator import attrgetter
 from typing import Any
 
@@ -59,7 +60,7 @@ class LearningService:
     async def rewarded(self, posted: Posted) -> Taken:
         """Learn from rewards. No answer reports what the server has computed, so it is logged and counted.
 
-        Raises: RequestError (503) for a dead engine, which is ignored for rewards that the server has computed.
+        Raises: EngineStopped, which is ignored for rewards that the server has computed.
         """
         rewards = await each(posted.rewards, attrgetter("reward"))
         try:
@@ -106,7 +107,11 @@ class LearningService:
         """The learning report, or None if there is none or the engine is dead."""
         try:
             return await self._learning.learning_report(*head)
-        except RequestError:
+        except EngineStopped:
+            return None
+        except RequestError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
             return None
 
     async def quality_head(self, detection_length: int | None, model: str | None) -> tuple[HeadInfo, bytes]:

@@ -22,11 +22,11 @@ from vllm_rollout.checks import MAX_COUNT
 from vllm_rollout.config import MAX_DETECTION_LENGTH
 from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE
 from vllm_rollout.parts.pruning.worker.quality_head_file import HeadBytes, HeadFile, HeadMismatch, read_head_file
-from vllm_rollout.parts.pruning.worker.replay import (
+from vllm_rollout.parts.pruning.worker.replay_buffer import (
     MAX_MAGNITUDE,
     MAX_STANDARDISED,
     MIN_SCALE,
-    Replay,
+    ReplayBuffer,
     Standardiser,
     check_labels,
 )
@@ -34,7 +34,7 @@ from vllm_rollout.parts.pruning.worker.replay import (
 QUALITY_HEAD_HIDDEN = 128
 """Width of the quality head's hidden layer (ARRoL 4.2)."""
 
-QUALITY_HEAD_REPLAY = 8192
+REPLAY_BUFFER_SIZE = 8192
 """Newest labelled hidden states that a head trains on: 64 MB per head at hidden size 4,096 in bfloat16."""
 QUALITY_HEAD_STATE_BYTES = 8 * 1024 * 1024
 """Labelled states in a saved head, in bytes: 1,024 at hidden size 4,096 in bfloat16. Saving holds up the engine."""
@@ -57,7 +57,7 @@ MAX_QUALITY_HEAD_VERSIONS = 1024
 
 __all__ = ["HeadMismatch", "HeadWeights", "QualityHead"]
 
-MAX_PENDING_STEPS = QUALITY_HEAD_REPLAY * QUALITY_HEAD_PASSES // QUALITY_HEAD_BATCH
+MAX_PENDING_STEPS = REPLAY_BUFFER_SIZE * QUALITY_HEAD_PASSES // QUALITY_HEAD_BATCH
 MAX_SEED = 2**32
 MAX_WEIGHT = 1e12
 """The largest published weight: no state of a model makes a logit of them that float32 cannot hold."""
@@ -107,7 +107,7 @@ class QualityHead:
         hidden_size: numbers per hidden state.
         model: name of the model the states come from.
         detection_length: output tokens after which the states were taken, or WHOLE.
-        seed: of the initial weights, the draws from the replay memory and dropout. What a step draws depends on the
+        seed: of the initial weights, the draws from the replay buffer and dropout. What a step draws depends on the
             seed and on how many steps came before, and on nothing else.
         clock: monotonic seconds, for the budget of `train`.
     """
@@ -144,8 +144,8 @@ class QualityHead:
         with torch.inference_mode(False):
             self._seed = seed
             self._generator = torch.Generator()
-            self._replay = Replay(hidden_size, QUALITY_HEAD_REPLAY)
-            self._standardiser = Standardiser(hidden_size, QUALITY_HEAD_REPLAY)
+            self._replay_buffer = ReplayBuffer(hidden_size, REPLAY_BUFFER_SIZE)
+            self._standardiser = Standardiser(hidden_size, REPLAY_BUFFER_SIZE)
             # The standardisation that the parameters stand for; it follows the running one in steps.
             self._mean, self._scale = torch.zeros(hidden_size), torch.ones(hidden_size)
             self._num_labels_standardised = 0
@@ -167,7 +167,7 @@ class QualityHead:
         if not len(labels):
             return
         with torch.inference_mode(False):
-            self._replay.add(features, labels, weights)
+            self._replay_buffer.add(features, labels, weights)
             self._standardiser.update(features)
         num_positive = int(labels.sum())
         self._num_positive += num_positive
@@ -247,7 +247,7 @@ class QualityHead:
                 return done.value.whole()
 
     def snapshot(self) -> Generator[None, None, HeadBytes]:
-        """Everything, optimizer too, and the newest `QUALITY_HEAD_STATE_BYTES` of the replay memory.
+        """Everything, optimizer too, and the newest `QUALITY_HEAD_STATE_BYTES` of the replay buffer.
 
         If that is all of it, what is restored goes on exactly as this head would. Training that has diverged and does
         not know it yet starts anew: what is saved can be restored. Copies a few megabytes at a time; the head may learn
@@ -261,11 +261,11 @@ class QualityHead:
             with torch.inference_mode(False), torch.no_grad():
                 tensors, metadata = self._begun()
             yield
-        tensors |= yield from self._replay.copied(QUALITY_HEAD_STATE_BYTES)
+        tensors |= yield from self._replay_buffer.copied(QUALITY_HEAD_STATE_BYTES)
         return HeadBytes("quality head state", tensors, metadata)
 
     def _begun(self) -> tuple[dict[str, Tensor], dict[str, int | str]]:
-        """Tensors, those of the training copied, and metadata of a state, but for the replay memory."""
+        """Tensors, those of the training copied, and metadata of a state, but for the replay buffer."""
         tensors = {"mean": self._mean, "scale": self._scale, **self._standardiser.tensors()}
         if self.weights is not None:
             tensors |= self.weights._asdict()
@@ -274,7 +274,7 @@ class QualityHead:
         for name in ("losses", "_version_losses"):
             tensors[name] = torch.tensor(list(getattr(self, name)), dtype=torch.float64)
         counters = {name: getattr(self, name) for name in COUNTERS}
-        if not len(self._replay):
+        if not len(self._replay_buffer):
             counters["num_pending_steps"] = 0
         return tensors, self._metadata() | counters | {"seed": self._seed}
 
@@ -285,7 +285,7 @@ class QualityHead:
         head = cls._described(file, hidden_size, model, file.integer("seed", maximum=MAX_SEED))
         with torch.inference_mode(False):
             head._read_standardisation(file)
-            head._replay.restore(file)
+            head._replay_buffer.restore(file)
             head._standardiser.restore(file)
             if "w1" in file.tensors:
                 head.weights = read_weights(file, hidden_size)
@@ -308,7 +308,7 @@ class QualityHead:
 
     def _read_counters(self, file: HeadFile) -> None:
         most = {
-            "num_pending_steps": MAX_PENDING_STEPS if len(self._replay) else 0,
+            "num_pending_steps": MAX_PENDING_STEPS if len(self._replay_buffer) else 0,
             "_num_labels_standardised": self.num_labels,
         }
         for name in COUNTERS:
@@ -389,7 +389,7 @@ class QualityHead:
 
     def _step(self) -> float:
         self._seed_draws(1)
-        features, labels, weights = self._replay.draw(QUALITY_HEAD_BATCH, self._generator)
+        features, labels, weights = self._replay_buffer.draw(QUALITY_HEAD_BATCH, self._generator)
         standardised = ((features - self._mean) / self._scale).clamp_(-MAX_STANDARDISED, MAX_STANDARDISED)
         w1, b1, w2, b2 = self._parameters
         hidden = torch.relu(torch.addmm(b1, standardised, w1.T))

@@ -19,7 +19,7 @@ from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights, QualityHead
 from vllm_rollout.parts.pruning.worker.quality_head_file import HeadBytes
-from vllm_rollout.parts.pruning.worker.replay import is_usable
+from vllm_rollout.parts.pruning.worker.replay_buffer import is_usable
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead, Scorer
 
 MAX_OPEN = 8

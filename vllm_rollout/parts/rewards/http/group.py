@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 
 from vllm_rollout.kernel.http.answers import GroupRewards
-from vllm_rollout.kernel.http.attempts import Graded, attempts
 from vllm_rollout.kernel.http.engine import CandidateEnd
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over
+from vllm_rollout.kernel.http.reports import Graded, attempts
 from vllm_rollout.kernel.rules.rewards import Grade, summarize
 from vllm_rollout.kernel.rules.selection import Ranking, num_to_refill, num_wanted
 from vllm_rollout.kernel.rules.types import Ending

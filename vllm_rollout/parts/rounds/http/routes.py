@@ -17,10 +17,10 @@ from vllm_rollout.kernel.http.serialised import (
     server_sent_events,
     unless_disconnected,
 )
+from vllm_rollout.parts.rounds.http.answer_events import events_of_answer
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer
 from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
 from vllm_rollout.parts.rounds.http.of_sessions import ANY_ANSWER, ANY_EVENT
-from vllm_rollout.parts.rounds.http.replay import replayed
 from vllm_rollout.parts.rounds.http.service import RunService
 
 RUN_ERRORS = ERRORS | errors_of(409, 507)
@@ -111,7 +111,7 @@ async def create_round(run_id: str, body: RoundRequest, request: Request) -> Res
     begun = await service.begin(run_id, body)
     if isinstance(begun, bytes):
         if body.stream:
-            return EventStream(server_sent_events(f"a round of run {run_id}", replayed(begun)))
+            return EventStream(server_sent_events(f"a round of run {run_id}", events_of_answer(begun)))
         return PartsResponse([begun])
     if body.stream:
         return EventStream(server_sent_events(f"round {begun.live.id}", begun.events))

@@ -320,7 +320,7 @@ class RunService:
             rollout.warnings += unreadable
         course = RoundCourse(self.engine, rollout.id, opened, filters=filters)
         course.progress.start_in([position async for position in rollout.course.positions()])
-        rollout.course, rollout.has_race = course, opened.kind == "short"
+        rollout.course, rollout.stops_groups = course, opened.kind == "short"
         rollout.parts = [*rollout.parts, RoundPart(self.engine, rollout, course, resumption)]
         rollout.labels = {"run": stored.id, "round": opened.number, "kind": opened.kind}
         live = RolloutRound(

@@ -9,12 +9,11 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
 import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http import HTTPStatus
 from itertools import count
 from pathlib import Path
@@ -37,7 +36,7 @@ from vllm_rollout.parts.rounds.http.stored import (
 )
 from vllm_rollout.parts.rounds.rules.rounds import EntryOutcome, OpenRound, Run, RunTerms
 from vllm_rollout.parts.rounds.rules.rounds_state import run_to_state
-from vllm_rollout.private_file import narrow, open_private
+from vllm_rollout.private_database import open_database
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
@@ -49,8 +48,6 @@ MAX_WAITING_BYTES = 512 * 1024 * 1024
 """Most bytes of prompts that wait in runs, with their kept output. A saved state contains all of them."""
 NUM_ANSWERS = 2
 """Number of newest answers that are kept of a run. A client that asks for a new round has read the one before."""
-BUSY_TIMEOUT_S = 5.0
-"""Seconds that another process may hold the database."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
@@ -88,28 +85,6 @@ def _column(table: str) -> str:
     return "id" if table == "runs" else "run"
 
 
-def _make_private(path: Path) -> None:
-    """Create the database's file with private mode before SQLite opens it. SQLite gives its other files the same
-    mode. Raises: OSError."""
-    os.close(open_private(path, os.O_RDWR))
-    for beside in (f"{path.name}-wal", f"{path.name}-shm"):
-        with suppress(FileNotFoundError):
-            narrow(path.with_name(beside))
-
-
-def _write_ahead(database: sqlite3.Connection) -> None:
-    """Set WAL mode. SQLite itself does not wait for other processes that change a new database's mode."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        try:
-            database.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
-                raise
-        time.sleep(0.01)
-
-
 class RunStore:
     """All runs of one server."""
 
@@ -126,24 +101,9 @@ class RunStore:
         self._let_go: set[str] = set()
         """Owners whose round no longer runs, if that could not be written yet."""
         with translated(path):
-            if path is not None:
-                _make_private(path)
-            self._db = sqlite3.connect(
-                ":memory:" if path is None else path,
-                timeout=BUSY_TIMEOUT_S,
-                isolation_level=None,
-                check_same_thread=False,
-            )
+            self._db = open_database(path, FORMAT)
             # Text that is not UTF-8 fails where it is read as JSON, and not in queries over other rows.
             self._db.text_factory = lambda text: text.decode(errors="surrogateescape")
-            _write_ahead(self._db)
-            self._db.execute("PRAGMA synchronous = FULL")
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version not in (0, FORMAT):
-                raise ValueError(
-                    f"{path} is of version {version}, this server reads version {FORMAT}. Use the version that wrote "
-                    "it, or name another folder."
-                )
             with self._transaction():
                 for statement in SCHEMA.split(";"):
                     self._db.execute(statement)

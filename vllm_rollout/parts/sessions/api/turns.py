@@ -20,7 +20,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
-from vllm_rollout.kernel.api.outputs import let_stream
+from vllm_rollout.kernel.api.group_client import let_stream
 from vllm_rollout.kernel.api.versions import version_spans
 from vllm_rollout.kernel.http.clients import client_namespace, client_session
 from vllm_rollout.kernel.http.engine import RequestError

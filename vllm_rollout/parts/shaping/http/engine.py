@@ -21,11 +21,11 @@ class ShapingPart(ApiPart):
         raise NotImplementedError
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
-        """Record the lengths of a finished group of a prompt. Raises: RequestError (503) for a dead engine."""
+        """Record the lengths of a finished group of a prompt. Raises: EngineStopped."""
         raise NotImplementedError
 
     async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
-        """Known lengths of these prompts under an adapter. Raises: RequestError (503) for a dead engine."""
+        """Known lengths of these prompts under an adapter. Raises: EngineStopped."""
         raise NotImplementedError
 
     async def step_drift(self) -> Sequence[StepDrift]:

@@ -12,7 +12,7 @@ from vllm_rollout.parts.rounds.with_shaping.simulated.data import (
     TracedDataSet,
 )
 from vllm_rollout.parts.rounds.with_shaping.simulated.outcome import RoundOutcome
-from vllm_rollout.parts.rounds.with_shaping.simulated.replay import sweep_rounds
+from vllm_rollout.parts.rounds.with_shaping.simulated.run_replay import sweep_rounds
 from vllm_rollout.parts.rounds.with_shaping.simulated.settings import (
     RoundSetting,
     default_rounds,

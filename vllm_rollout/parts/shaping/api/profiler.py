@@ -239,7 +239,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # As vllm_rollout.profiling.profiler, not as __main__: the workers import KVCacheSize by name.
-    from vllm_rollout.profiling import profiler
+    # As vllm_rollout.parts.shaping.api.profiler, not as __main__: the workers import KVCacheSize by name.
+    from vllm_rollout.parts.shaping.api import profiler
 
     profiler.main(sys.argv[1:])

@@ -11,8 +11,8 @@ import pytest
 
 from tests.parts.page.session_rows import session_group
 from vllm_rollout.parts.page.recording.file import TraceFile, pieces
-from vllm_rollout.parts.page.watching import replay
-from vllm_rollout.parts.page.watching.replay import Replay
+from vllm_rollout.parts.page.watching import recorded_feed
+from vllm_rollout.parts.page.watching.recorded_feed import RecordedFeed
 
 pytestmark = pytest.mark.anyio
 PROMPT = {"id": "q", "lengths": [3, 5], "ends": ["stop", "surplus"]}
@@ -25,7 +25,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "POLL_S", 0.01)
+    monkeypatch.setattr(recorded_feed, "POLL_S", 0.01)
 
 
 def rollout(id: str, **more: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 class Told:
     def __init__(self, *paths: Path) -> None:
-        self._feed = Replay(*paths).feed()
+        self._feed = RecordedFeed(*paths).feed()
 
     async def next(self) -> list[tuple[str, Any]]:
         """Events of the next part."""
@@ -86,7 +86,7 @@ async def test_prompt_rows_that_follow_each_other_are_one_rollout(tmp_path: Path
 
 
 async def test_only_the_last_rollouts_of_a_file_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replay, "MAX_ROLLOUTS", 3)
+    monkeypatch.setattr(recorded_feed, "MAX_ROLLOUTS", 3)
     told = Told(write(tmp_path / "it.jsonl", *(rollout(f"r{i}") for i in range(9))))
     await told.next()
     assert [data["rollout_id"] for _, data in await told.next()] == ["r6", "r7", "r8"]
@@ -96,7 +96,7 @@ def test_a_row_that_a_dead_server_had_begun_is_taken_back_by_the_next_one(tmp_pa
     path = write(tmp_path / "run.jsonl", rollout("r1"))
     whole = path.read_bytes()
     path.write_bytes(whole + json.dumps(rollout("r2")).encode()[:-5])
-    with replay.GrowingFile(path) as file:
+    with recorded_feed.GrowingFile(path) as file:
         assert ["r1" in event.decode() for event in file.newest(8)] == [True]
         assert file.more() == []
         path.write_bytes(whole)  # as TraceFile mends it
@@ -110,14 +110,14 @@ def test_a_row_that_a_dead_server_had_begun_is_taken_back_by_the_next_one(tmp_pa
 def test_rewards_of_what_is_told_no_more_push_nobody_out(tmp_path: Path):
     ids = [f"r{number}" for number in range(6)]
     posted = [{"rollout_id": id, "rewards": [{"prompt_id": "q", "index": 0, "reward": 1.0}]} for id in ids[:3]]
-    with replay.GrowingFile(write(tmp_path / "run.jsonl", *map(rollout, ids), *posted)) as file:
+    with recorded_feed.GrowingFile(write(tmp_path / "run.jsonl", *map(rollout, ids), *posted)) as file:
         told = b"".join(file.newest(3)).decode()
     assert [id for id in ids if f'"{id}"' in told] == ids[3:]
 
 
 def test_a_file_that_is_not_there_is_refused_at_once(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
-        Replay(tmp_path / "none")
+        RecordedFeed(tmp_path / "none")
 
 
 async def test_both_pieces_of_a_file_are_told_and_a_new_one_is_followed(tmp_path: Path):
@@ -137,7 +137,7 @@ async def test_both_pieces_of_a_file_are_told_and_a_new_one_is_followed(tmp_path
 
 
 async def test_several_files_share_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replay, "MAX_ROLLOUTS", 4)
+    monkeypatch.setattr(recorded_feed, "MAX_ROLLOUTS", 4)
     step = {"prompt_id": "q", "lengths": [3]}
     one = write(tmp_path / "one.jsonl", *(rollout(f"r{i}") for i in range(5)), step)
     two = write(tmp_path / "two.jsonl", *(rollout(f"s{i}", setting="2x first") for i in range(5)), step)
@@ -176,7 +176,7 @@ async def test_groups_of_sessions_are_told_with_rewards_that_came_later(tmp_path
 
 
 async def test_many_groups_of_sessions_take_no_place_of_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replay, "MAX_ROLLOUTS", 2)
+    monkeypatch.setattr(recorded_feed, "MAX_ROLLOUTS", 2)
     rows = [rollout("a"), *(session_group(f"g{i}") for i in range(5)), '{"sessions": []}\n']
     late = {"name": "g0", "rewards": [{"index": 0, "reward": 0.5}]}
     told = Told(write(tmp_path / "it.jsonl", *rows, late, json.dumps(session_group("half"))[:-9]))

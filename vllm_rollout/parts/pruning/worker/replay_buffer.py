@@ -1,4 +1,4 @@
-"""The training set of a quality head: the newest labelled hidden states, their mean and their scale.
+"""The replay buffer of a quality head: the newest labelled hidden states, their mean and their scale.
 
 Invariant: memory is bounded, and all numbers are finite.
 """
@@ -59,7 +59,7 @@ def is_usable(features: Tensor) -> Tensor:
     return features.abs().amax(dim=1) <= MAX_MAGNITUDE  # NaN if any is
 
 
-class Replay:
+class ReplayBuffer:
     """The newest labelled states, in the dtype the first of them came in."""
 
     def __init__(self, hidden_size: int, capacity: int) -> None:

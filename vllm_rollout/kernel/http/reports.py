@@ -1,13 +1,17 @@
-"""Attempts to run a group, of which only the last one counts. Invariant: a restart voids all reports of earlier
-attempts."""
+"""All reports about one group, read as one: of attempts to run it, of candidates that are launched later, and of parts.
+
+Invariants: a restart voids all reports of earlier attempts. After `close` no source runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupLost, Happening
+from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.rules.fields import OnEngineFailure
 from vllm_rollout.kernel.rules.rewards import Grade
 
@@ -63,3 +67,37 @@ async def attempts(
             return
         yield Restarted(reason)
         await before_retry()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOver:
+    """All candidates that were launched together have ended."""
+
+
+class Sources:
+    """Reports about one group."""
+
+    def __init__(self) -> None:
+        self._all: FanIn[Any] = FanIn(1)
+
+    def launch(self, candidates: AsyncGenerator[Any, None]) -> None:
+        """Also read the reports on candidates that are launched together. `LaunchOver` follows them."""
+
+        async def launched() -> AsyncGenerator[Any, None]:
+            async with aclosing(candidates) as reports:
+                async for report in reports:
+                    yield report
+            yield LaunchOver()
+
+        self._all.add(launched())
+
+    def add(self, source: AsyncGenerator[Any, None]) -> None:
+        """Also read another source."""
+        self._all.add(source)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return aiter(self._all)
+
+    async def close(self) -> None:
+        """Stop reading. Sources that run are cancelled."""
+        await self._all.close()

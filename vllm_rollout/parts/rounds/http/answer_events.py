@@ -22,7 +22,7 @@ _FORM: Any = ANY_ANSWER if of_sessions is None else Annotated[ANY_ANSWER, Discri
 _ANSWER: TypeAdapter[Any] = TypeAdapter(_FORM)
 
 
-async def replayed(answer: bytes) -> AsyncGenerator[LiveEvent, None]:
+async def events_of_answer(answer: bytes) -> AsyncGenerator[LiveEvent, None]:
     """The events that a stream would have sent, made from an answer in JSON."""
     round = await asyncio.to_thread(_ANSWER.validate_json, answer)
     returned = [group.prompt_id for group in round.groups]

@@ -29,7 +29,7 @@ MAX_ROLLOUTS = 64
 POLL_S, QUIET_S = 0.5, 15.0
 
 
-class Replay:
+class RecordedFeed:
     """Feed of files, which are read once and then as they grow."""
 
     def __init__(self, *paths: Path) -> None:

@@ -1,0 +1,50 @@
+"""SQLite databases that only their owner reads. Invariant: a transaction that is committed survives a power cut."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from vllm_rollout.private_file import narrow, open_private
+
+BUSY_TIMEOUT_S = 5.0
+"""Seconds that another process may hold a database."""
+
+
+def open_database(path: Path | None, version: int) -> sqlite3.Connection:
+    """The database at `path`, or one in memory. Each statement commits unless a transaction has begun.
+
+    The caller makes the tables and sets `user_version`, which is 0 in a new database. Raises: ValueError for a database
+    of another version. sqlite3.Error, OSError.
+    """
+    if path is not None:
+        os.close(open_private(path, os.O_RDWR))  # SQLite gives its other files the mode of this one
+        for beside in (f"{path.name}-wal", f"{path.name}-shm"):
+            with suppress(FileNotFoundError):
+                narrow(path.with_name(beside))
+    database = sqlite3.connect(path or ":memory:", BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    _write_ahead(database)
+    database.execute("PRAGMA synchronous = FULL")
+    (found,) = database.execute("PRAGMA user_version").fetchone()
+    if found not in (0, version):
+        raise ValueError(
+            f"{path} is of version {found}, this server reads version {version}. Use the version that wrote it, or "
+            "name another folder."
+        )
+    return database
+
+
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """Set WAL mode. SQLite itself does not wait for other processes that change a new database's mode."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.01)
