@@ -44,6 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_setaffinity(0, cores[number % num_workers :: num_workers] or cores)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries say that what they have made leaks
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say what was skipped, one line for each reason: most reasons name the command that mends it."""
     skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
