@@ -1,5 +1,6 @@
 """Settings every test shares. They stand here because vLLM reads its environment when it is first imported."""
 
+import gc
 import logging
 import os
 import signal
@@ -43,6 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_setaffinity(0, cores[number % num_workers :: num_workers] or cores)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries say that what they have made leaks
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say what was skipped, one line for each reason: most reasons name the command that mends it."""
     skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
@@ -60,6 +65,8 @@ def pytest_deselected(items: list[Any]) -> None:
 
 def pytest_collection_finish(session: Any) -> None:
     _note("+", session.items)
+    gc.collect()
+    gc.freeze()  # else the collector reads thousands of imported modules again and again
 
 
 def _note(sign: str, items: list[Any]) -> None:

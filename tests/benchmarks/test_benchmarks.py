@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from benchmarks.common import percentile, record_of_run
+from benchmarks.common import percentile
 from benchmarks.drafts_ahead import Answers, play
 from benchmarks.group_race import (
     TINY,
@@ -97,13 +97,6 @@ def test_percentile_interpolates_and_refuses_nothing():
         percentile([1], 101)
 
 
-def test_record_says_what_ran_and_where_without_local_paths(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/group_race.py", "--quick"])
-    record = record_of_run(seed=3, workload="w")
-    assert record["command"] == "python -m benchmarks.group_race --quick"
-    assert {"date", "git_commit", "versions", "hardware", "seed", "workload"} <= record.keys()
-
-
 def test_first_finished_prefers_those_that_ended_by_themselves():
     group = first_finished([[1], [1, 2, 3], [1, 2], [1, 2]], ["length", "stop", "stop", "stop"], 2)
     assert [candidate.state for candidate in group] == ["unused", "unused", "kept", "kept"]
@@ -155,18 +148,6 @@ def test_streaming_group_closes_the_others_when_enough_have_finished():
     assert group.remaining == [group.streams[3]]
     assert group.streams[3].transport.closed
     assert group.streams[3].num_tokens == 2
-
-
-def test_streaming_group_falls_back_on_cut_candidates():
-    async def race():
-        group = connected_group(2, 2)
-        group.streams[0].data_received(event([1], "length"))
-        group.streams[1].data_received(event([1], "stop"))
-        await group.over
-        return group
-
-    group = asyncio.run(race())
-    assert set(group.kept) == set(group.streams)
 
 
 def measurement(way, repeat, wall_s, after=None):

@@ -230,6 +230,7 @@ def test_other_sources_or_another_device_make_a_piece_run_again(run, monkeypatch
     assert pieces.sources_of("operators", "cpu") != pieces.sources_of("runners", "cpu")
 
 
+@pytest.mark.thorough
 def test_where_importing_vllm_touches_cuda_it_begins_anew_without(tmp_path):
     """This vLLM says that it has, and can nothing else."""
     package = tmp_path / "vllm"
@@ -256,6 +257,7 @@ def test_a_line_that_a_kill_tore_is_left_out_and_the_next_one_is_whole(tmp_path)
     assert [line["seconds"] for line in kept.lines()] == [1, 2]
 
 
+@pytest.mark.thorough
 def test_killed_amid_a_piece_about_kernels_it_leaves_no_process_and_goes_on(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--output", str(tmp_path)]
     command += ["--pieces", "operators,bandwidth,repeatable_scores"]

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from benchmarks.common import in_turn
-from benchmarks.long_run import RunLog
 from benchmarks.rounds.client_side import client_rounds
 from benchmarks.rounds.measures import Run, run_row, summarize
 from benchmarks.rounds.picture import draw, tables
@@ -102,12 +101,6 @@ def made_up(way: str, repeat: int, seconds: float) -> Run:
     short = Round("short", seconds, (ReturnedGroup(0, 1.0, (5, 6)), ReturnedGroup(1, seconds)), 25)
     long = Round("long", seconds, (ReturnedGroup(1, seconds, (30, 40)),), 80)
     return Run((way, repeat), 1.5, 0.5, Period((short, long)))
-
-
-def test_a_logged_run_is_read_back_as_it_was(tmp_path):
-    run = made_up("run", 0, 2.0)
-    RunLog(tmp_path / "runs.jsonl", Run).add(run)
-    assert RunLog(tmp_path / "runs.jsonl", Run).runs == [run]
 
 
 def test_numbers_are_of_returned_trajectories_and_ratios_of_one_repeat(tmp_path):

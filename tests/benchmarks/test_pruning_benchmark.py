@@ -26,7 +26,7 @@ from benchmarks.pruning.phases import COMPARED, RUN_PHASE, SWEPT, Bench, log_of
 from benchmarks.pruning.picture import draw, tables
 from benchmarks.pruning.records import Record, Run, records_of
 from benchmarks.pruning.results import summarize
-from benchmarks.pruning.run import forget, load
+from benchmarks.pruning.run import load
 from benchmarks.pruning.setup import PHASES, Sizes, evaluation_questions, learning_questions
 from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
@@ -248,13 +248,6 @@ def test_a_phase_needs_what_it_builds_on(tmp_path):
         run_phases(url, tmp_path, ["evaluate"])
     with pytest.raises(ValueError, match="phase evaluate has not run"):
         summarize("evaluate", SIZES, {phase: [] for phase in PHASES})
-
-
-def test_again_forgets_what_was_learned(tmp_path):
-    for name in ("learn.jsonl", "learned.state", "server.state", "evaluate.jsonl"):
-        (tmp_path / name).touch()
-    forget(tmp_path, ["learn"])
-    assert [path.name for path in tmp_path.iterdir()] == ["evaluate.jsonl"]
 
 
 def test_numbers_that_are_not_known_are_left_out(tmp_path):

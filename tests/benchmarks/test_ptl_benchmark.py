@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.ptl import Workload, drift_of, row_of, summarise
+from benchmarks.ptl import Workload, row_of, summarise
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 
 COST = CostModel(((0, PTLCurve((1,), (1.0,))), (100, PTLCurve((1,), (2.0,)))), prefill_s_per_token=0.1)
@@ -32,13 +32,3 @@ def test_the_summary_is_of_absolute_errors():
     assert summary["error"] == {"median": 0.05, "largest": 0.2}
     assert summary["eq4_as_printed_error"] == {"median": 0.1, "largest": 0.4}
     assert summary["target_met"]
-
-
-def test_the_servers_own_drift_is_read_from_its_metrics():
-    metrics = (
-        "# HELP vllm_rollout:step_time_drift_ratio Live time\n"
-        'vllm_rollout:step_time_drift_ratio{batch_sizes="2-3"} 1.0312\n'
-        'vllm_rollout:step_time_drift_ratio{batch_sizes="16-31"} 0.98\n'
-        'vllm_rollout:other{batch_sizes="1-1"} 7\n'
-    )
-    assert drift_of(metrics) == {"2-3": 1.031, "16-31": 0.98}

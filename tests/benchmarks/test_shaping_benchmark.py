@@ -24,13 +24,8 @@ from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.shaping.fakes import FakeShaping
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
-from vllm_rollout.parts.page.recording.file import read_trace
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
-from vllm_rollout.parts.shaping.rules.history import LengthHistory
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.race import Pools
-from vllm_rollout.simulator.replay import replay
-from vllm_rollout.simulator.settings import Setting
 
 SIZES = Sizes(
     model="fake",
@@ -126,31 +121,6 @@ def test_the_simulator_says_what_the_engine_does(measured):
             run = log[name, repeat]
             assert way.shares == [group.num_candidates for group in run.groups], name
             assert way.generated_tokens == run.generated_tokens, name
-
-
-def test_without_history_the_simulation_is_a_replay(measured):
-    folder, log = measured
-    pool = log["pool", 1]
-    rows = [
-        {"id": g.prompt_id, "prompt_tokens": g.prompt_tokens, "lengths": g.lengths, "ends": g.ends} for g in pool.groups
-    ]
-    path = folder / "pool.jsonl"
-    path.write_text(json.dumps({"rollout_id": "pool", "max_tokens": SIZES.max_tokens, "prompts": rows}) + "\n")
-    machine = Machine(COST, max_num_seqs=SIZES.max_num_seqs)
-    told = simulate(SIZES, pool, machine, LengthHistory())
-    settings = {
-        "uniform": Setting(4),
-        "early_stop": Setting(4, 2),
-        "dual_end": Setting(4, 2, "dual_end", 1),
-        "dual_end_patience": Setting(4, 2, "dual_end", 1, 1.5),
-        "pool": Setting(4, 4, "dual_end", 1),
-        "auto": Setting(4, "auto", "dual_end", 1),
-        "auto_patience": Setting(4, "auto", "dual_end", 1, 1.5),
-    }
-    for name, setting in settings.items():
-        outcome = replay(Pools(read_trace(path)), setting, machine)
-        assert told[name].seconds == pytest.approx(outcome.seconds), name
-        assert told[name].generated_tokens == outcome.generated_tokens, name
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):

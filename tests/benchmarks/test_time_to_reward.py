@@ -10,17 +10,14 @@ from benchmarks.time_to_reward import report, trl_record
 from benchmarks.time_to_reward.arms import ARMS, RIVALS, CorrectedBaseline, RandomHalf
 from benchmarks.time_to_reward.report import LONGER, SYNC_S, TRAINED_TOKENS_S, Point, draw, gpu_seconds, reached, read
 from benchmarks.time_to_reward.run import is_done, say_what_runs
-from benchmarks.time_to_reward.trl_record import Record, RecordedClient
+from benchmarks.time_to_reward.trl_record import Record
 from examples.grpo.task import problems
 from examples.grpo.train import Training, parse
-from vllm_rollout import RolloutClient
 from vllm_rollout.kernel.http.answers import (
     GroupAnswer,
     GroupRewards,
-    RolloutAnswer,
     StoppedCandidate,
     Trajectory,
-    Usage,
 )
 
 
@@ -202,11 +199,6 @@ def test_random_pruning_is_a_random_half_whose_others_were_stopped_early():
     assert (made.arm, lines[0]["usage"]["generated_tokens"]) == ("random", 58)
 
 
-def test_every_arm_that_is_drawn_has_a_title_and_rivals_are_left_to_trl():
-    assert {*report.PICTURED, *ARMS, *RIVALS} <= {*report.TITLES}
-    assert not {*ARMS} & {*RIVALS}
-
-
 def test_a_training_by_trl_has_the_record_of_any_other(tmp_path, monkeypatch):
     """Each step: 1 s to send weights, 10 s of an evaluation that does not count, 3 s of rollout, 6 s of training."""
     now = [100.0]
@@ -248,24 +240,3 @@ def test_a_training_by_trl_has_the_record_of_any_other(tmp_path, monkeypatch):
     assert [(p.steps, p.tokens, p.seconds) for p in run.points] == [(0, 0, 0), (2, 60 + 100, 20)]
     row = report.row_of("trl_race", [report.summary(run)], 0)
     assert (row["title"], row["start"], row["difference_max"]) == (RIVALS["trl_race"], 0, 1e-5)
-
-
-def test_a_rollout_tells_the_record_who_was_stopped_and_what_it_cost(tmp_path, monkeypatch):
-    answer = RolloutAnswer.model_construct(groups=[group([0.0, 0.0], [2])], usage=Usage(generated_tokens=3))
-    monkeypatch.setattr(RolloutClient, "rollout", lambda self, *args, **options: answer)
-    client, told = RecordedClient("http://127.0.0.1:1"), []
-    client.record = Record(tmp_path / "record.jsonl", 2, 1)
-    monkeypatch.setattr(client.record, "generated", lambda *args, **usage: told.append((*args, usage)))
-    assert client.rollout([[5]], 2, 1) is answer
-    assert told == [([1, 1], [1], {"generated_tokens": 3})]
-
-
-def test_what_comes_back_from_stock_vllm_is_all_that_was_generated(tmp_path):
-    record = Record(tmp_path / "record.jsonl", 2, 1)
-    record.generated([3, 4])
-    record.graded([0.0, 0.0])
-    logs = {"grad_norm": 0.0, f"{trl_record.DIFFERENCE}/mean": 0.0, f"{trl_record.DIFFERENCE}/max": 0.0}
-    record.on_log(None, Namespace(global_step=1), None, logs=logs)
-    line = json.loads((tmp_path / "record.jsonl").read_text())
-    assert line["usage"] == {"generated_tokens": 7, "num_candidates": 2}
-    assert (line["teaching"], line["other_lengths"], line["learned_from"]) == (0, [], 7)

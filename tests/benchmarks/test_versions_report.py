@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from packaging.requirements import Requirement
 
 from benchmarks.versions.__main__ import RESULT, rows_of, run_tests, table
@@ -47,6 +48,7 @@ def test_an_environment_has_a_distribution_called_vllm(tmp_path, monkeypatch):
     assert version("vllm") == "0.29.0+cpu"
 
 
+@pytest.mark.thorough
 def test_what_passes_fails_and_is_skipped_is_counted_by_name(tmp_path):
     file = tmp_path / "test_three.py"
     file.write_text(

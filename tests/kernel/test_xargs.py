@@ -1,7 +1,5 @@
 """Flat fields of OpenAI requests: what they mean, and how a wrong one is refused."""
 
-import math
-
 import pytest
 
 from vllm_rollout.kernel.rules.fields import ROWS
@@ -30,16 +28,7 @@ def test_flat_fields_make_the_plan_of_the_request_s_own_group():
 @pytest.mark.parametrize(
     ("xargs", "n", "field", "said"),
     [
-        ({"rollout_redundancy": -1}, 4, "rollout_redundancy", ["got -1", "0 to 4096"]),
         ({"rollout_redundancy": 9}, 4, "rollout_redundancy", ["n + rollout_redundancy", "4 + 9 = 13", "(8)"]),
-        ({"rollout_redundancy": "2"}, 4, "rollout_redundancy", ["integer", "got '2'"]),
-        ({"rollout_redundancy": 1.5}, 4, "rollout_redundancy", ["integer", "got 1.5"]),
-        ({"rollout_redundancy": math.inf}, 4, "rollout_redundancy", ["integer", "got inf"]),
-        ({"rollout_redundancy": True}, 4, "rollout_redundancy", ["integer", "got True"]),
-        ({"rollout_early_stop": "yes"}, 4, "rollout_early_stop", ["true or false", "got 'yes'"]),
-        ({"rollout_early_stop": 2}, 4, "rollout_early_stop", ["true or false", "got 2"]),
-        ({"rollout_selection": "best"}, 4, "rollout_selection", ["first, shortest, dual_end", "got 'best'"]),
-        ({"rollout_selection": ["first"]}, 4, "rollout_selection", ["first, shortest, dual_end", "got ['first']"]),
         ({"rollout_num_longest": 1}, 4, "rollout_num_longest", ["dual_end", "'first'"]),
         (
             {"rollout_selection": "dual_end", "rollout_num_longest": 5},
@@ -49,8 +38,6 @@ def test_flat_fields_make_the_plan_of_the_request_s_own_group():
         ),
         ({"rollout_selection": "dual_end", "rollout_early_stop": 1}, 4, "rollout_early_stop", ["dual_end"]),
         ({"rollout_patience": 2}, 4, "rollout_patience", ["dual_end", "'first'"]),
-        ({"rollout_selection": "dual_end", "rollout_patience": "2"}, 4, "rollout_patience", ["number", "got '2'"]),
-        ({"rollout_selection": "dual_end", "rollout_patience": True}, 4, "rollout_patience", ["number", "got True"]),
         ({"rollout_num_candidates": 4}, 4, "rollout_num_candidates", ["needs rollout_group_size"]),
         ({"rollout_group_size": 4}, 4, "rollout_group_size", ["n is 4", "n=1"]),
         ({"rollout_redundency": 4}, 4, "rollout_redundency", ["rollout_redundancy"]),
@@ -58,19 +45,12 @@ def test_flat_fields_make_the_plan_of_the_request_s_own_group():
         ({"rollout_priority": 1}, 4, "rollout_priority", ["is not a field"]),
         (JOIN | {"rollout_order": "prompts"}, 1, "rollout_order", ["is not a field"]),
         ({"rollout_early_stop": 1}, 9, "n", ["n + rollout_redundancy must be at most", "(8), got 9 + 0 = 9"]),
-        (JOIN | {"rollout_group_id": ""}, 1, "rollout_group_id", ["1 to 256", "got ''"]),
-        (JOIN | {"rollout_group_id": 7}, 1, "rollout_group_id", ["string", "got 7"]),
-        (JOIN | {"rollout_group_id": "x" * 257}, 1, "rollout_group_id", ["1 to 256"]),
         (JOIN, 2, "rollout_group_id", ["n is 2", "n=1"]),
         ({"rollout_group_id": "q1"}, 1, "rollout_group_size", ["required"]),
-        (JOIN | {"rollout_namespace": "x" * 257}, 1, "rollout_namespace", ["a string of 1 to 256 characters"]),
-        (JOIN | {"rollout_group_size": 0}, 1, "rollout_group_size", ["got 0", "1 to 4096"]),
-        (JOIN | {"rollout_group_size": "4"}, 1, "rollout_group_size", ["integer", "got '4'"]),
         (JOIN | {"rollout_num_candidates": 3}, 1, "rollout_num_candidates", ["got 3", "rollout_group_size (4)"]),
         (JOIN | {"rollout_num_candidates": 9}, 1, "rollout_num_candidates", ["got 9", "max_num_seqs (8)"]),
         (JOIN | {"rollout_group_size": 9}, 1, "rollout_group_size", ["9", "max_num_seqs (8)"]),
         (JOIN | {"rollout_redundancy": 2}, 1, "rollout_redundancy", ["allowed here", "rollout_num_candidates"]),
-        (JOIN | {"rollout_early_stop": "no"}, 1, "rollout_early_stop", ["got 'no'"]),
     ],
 )
 def test_a_wrong_xarg_is_named_as_the_user_wrote_it(xargs, n, field, said):

@@ -2,14 +2,16 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 
-def imported_modules(source: str, package: str = "vllm_rollout", with_types: bool = True) -> set[str]:
+@cache
+def imported_modules(source: str, package: str = "vllm_rollout", with_types: bool = True) -> frozenset[str]:
     """Dotted names of everything a module of `package` imports, at any depth of nesting.
 
     Without `with_types`, what stands below `if TYPE_CHECKING:` is left out.
     """
-    return set(_imports(ast.parse(source), package, with_types))
+    return frozenset(_imports(ast.parse(source), package, with_types))
 
 
 def _imports(tree: ast.AST, package: str, with_types: bool) -> Iterator[str]:

@@ -370,7 +370,6 @@ async def test_a_trainer_that_never_sends_all_and_comes_back_does_not_meet_its_o
     assert held() == (0, 1)
     assert await race(llm, Sibling(llm, "too early", 5)) == [LOST]
     now[0] = 2 * MAX_IDLE_S + 1
-    assert held() == (0, 0)
     assert await race(llm, *[Sibling(llm, f"s{i}", 5 + i) for i in range(4)]) == [WON, WON, LOST, LOST]
     assert_nothing_left(llm.run)
     assert len(llm.routes.ranks) == 0

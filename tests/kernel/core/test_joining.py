@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from vllm_rollout.adapter.names import learned_name
@@ -119,16 +118,6 @@ def test_a_sibling_that_disagrees_is_told_which_field(new_run: Callable[..., Tra
     assert ends(run, *ids)[2] == ("abort", "surplus")
 
 
-def test_one_that_comes_after_the_groups_end_is_surplus(new_run: Callable[..., TracedRun]) -> None:
-    run = new_run()
-    add(run, [5, 6, 40], JOIN)
-    run.run()
-    (late,) = add(run, [50], JOIN, "late")
-    run.run()
-    assert ends(run, late) == [("abort", "surplus")]
-    assert_nothing_left(run)
-
-
 def test_siblings_without_an_id_are_requests_of_one_prompt(new_run: Callable[..., TracedRun]) -> None:
     run = new_run()
     both = [
@@ -171,16 +160,6 @@ def test_groups_that_are_never_whole_are_bounded(new_run: Callable[..., TracedRu
         run.run()
     assert len(table) == table.num_waiting == 8
     assert not run.scheduler._joining._numbers
-
-
-def test_a_sibling_that_its_client_aborts_leaves_the_others_alone(new_run: Callable[..., TracedRun]) -> None:
-    run = new_run()
-    ids = add(run, [50, 9, 60, 20], PROMPT)
-    run.step()
-    run.scheduler.finish_requests(ids[0], RequestStatus.FINISHED_ABORTED)
-    run.run()
-    assert ends(run, *ids) == [("abort", None), ("stop", None), ("abort", "surplus"), ("stop", None)]
-    assert_nothing_left(run)
 
 
 @pytest.mark.parametrize("id", ["x" * 513, "漢" * 129])

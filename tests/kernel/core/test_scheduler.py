@@ -128,22 +128,6 @@ def test_waiting_candidates_are_stopped_with_one_empty_last_output(new_run):
     assert_nothing_left(run)
 
 
-def test_preempted_candidates_are_stopped_with_what_they_had(new_run):
-    run = new_run(num_blocks=30)
-    ids = add_group(run, "g", [150, 200, 200, 200], group_size=1)
-    statuses = run_until_completion(run)
-    preempted = [id for id in ids if statuses[id] == RequestStatus.PREEMPTED]
-    assert preempted
-    assert all(run.requests[id].num_preemptions > 0 for id in preempted)
-    run.run()
-    assert [ending(run, id) for id in ids] == [WON, LOST, LOST, LOST]
-    for id in preempted:
-        assert 0 < run.num_tokens(id) < 150
-    for id in ids:
-        assert run.num_tokens(id) == run.requests[id].num_output_tokens
-    assert_nothing_left(run)
-
-
 def test_a_candidate_goes_on_after_preemption_where_it_was(new_run):
     run = new_run(num_blocks=30)
     ids = add_group(run, "g", [150, 160, 170, 180], group_size=4)

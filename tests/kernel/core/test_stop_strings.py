@@ -107,16 +107,6 @@ def test_an_untagged_request_leaves_its_stop_strings_to_the_api_process(new_run,
     assert_nothing_left(run)
 
 
-def test_of_two_candidates_with_the_stop_string_in_one_step_one_wins(new_run, tokenizer, script):
-    run = new_run()
-    run.scripts |= {"g-0": script, "g-1": script}
-    ids = add_group(run, "g", [100, 100, 100], group_size=1, stop=["END"])
-    run.run()
-    assert [run.state(id) for id in ids] == ["finished", "surplus", "surplus"]
-    assert [run.last(id).stop_reason for id in ids] == [None, "surplus", "surplus"]
-    assert_nothing_left(run)
-
-
 def test_a_stop_string_completed_by_the_last_allowed_token_counts_as_ended_by_itself(new_run, tokenizer, script):
     num_tokens = num_tokens_until_stop(tokenizer, script, "END")
     run = new_run(max_num_seqs=2)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
+from starlette.routing import BaseRoute
 
 from tests.kernel.http.fake_engine import MODEL, FakeEngine
 from tests.support.waiting import wait_until
@@ -48,7 +50,7 @@ def make_app(engine: FakeEngine, *, audit_ratio: float = 0.0, **settings: Any) -
     """The app with the services of the kernel and of the parts that are there. `settings`: for the fakes of parts."""
     app = FastAPI()
     app.state.engine = engine
-    app.include_router(router)
+    app.router.routes += routes()
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     for part in engine.parts.values():
@@ -71,6 +73,14 @@ def make_app(engine: FakeEngine, *, audit_ratio: float = 0.0, **settings: Any) -
         return Response(generate_latest(registry), media_type="text/plain")
 
     return app
+
+
+@cache
+def routes() -> list[BaseRoute]:
+    """All routes, made once: making them takes longer than most tests."""
+    app = FastAPI(openapi_url=None)
+    app.include_router(router)
+    return app.routes
 
 
 def http_of(app: FastAPI) -> httpx.AsyncClient:

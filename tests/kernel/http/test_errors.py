@@ -41,16 +41,7 @@ def deep(levels: int) -> Any:
 BAD = {
     # name: body, status, param, words of the message
     "group_size_missing": (without("group_size"), 400, "group_size", ["required", "1 to 4096"]),
-    "group_size_0": (body(group_size=0), 400, "group_size", ["got 0", "1 to 4096"]),
-    "group_size_huge": (body(group_size=10**30), 400, "group_size", ["1000000", "1 to 4096"]),
-    "group_size_bool": (body(group_size=True), 400, "group_size", ["got true", "integer"]),
     "group_size_beyond_server": (body(group_size=65), 400, "group_size", ["max_num_seqs (64)", "--max-num-seqs 65"]),
-    "redundancy_negative": (body(redundancy=-1), 400, "redundancy", ["got -1", "0 to 4096"]),
-    "redundancy_word": (body(redundancy="much"), 400, "redundancy", ["got much", "0 to 4096", "'auto'"]),
-    "redundancy_bool": (body(redundancy=True), 400, "redundancy", ["integer", "true"]),
-    "tradeoff_0": (
-        body(redundancy={"auto": {"tradeoff": 0}}), 400, "redundancy.auto.tradeoff", ["greater than 0", "got 0"]
-    ),
     "unknown_field_of_auto": (body(redundancy={"auto": {"tradeof": 1}}), 400, "redundancy.auto.tradeof", ["tradeoff"]),
     "too_many_candidates": (
         body(group_size=40, redundancy=40), 400, "redundancy",
@@ -98,7 +89,6 @@ BAD = {
     "include_word": (body(include="text"), 400, "include", ["list", "got text"]),
     "include_null": (body(include=None), 400, "include", ["got null"]),
     "include_of_openai": (body(logprobs=True), 400, "logprobs", ["Write include instead"]),
-    "selection_unknown": (body(selection="best"), 400, "selection", ["got best", "'first' or 'shortest'", "dual_end"]),
     "selection_empty": (body(selection={}), 400, "selection.dual_end", ["required"]),
     "num_longest_beyond_group": (
         body(selection={"dual_end": {"num_longest": 3}}), 400, "selection.dual_end.num_longest",
@@ -107,16 +97,8 @@ BAD = {
     "early_stop_with_dual_end": (
         body(selection={"dual_end": {}}, early_stop=True), 400, "early_stop", ["dual_end", "to false", '"auto"']
     ),
-    "early_stop_word": (body(early_stop="true"), 400, "early_stop", ["'auto'", "true"]),
-    "patience_below_1": (
-        body(selection={"dual_end": {"patience": 0.5}}), 400, "selection.dual_end.patience", ["1", "0.5"]
-    ),
-    "dual_end_word": (body(selection="dual_end"), 400, "selection", ["shortest", "dual_end"]),
-    **{f"audit_ratio_{it}": (body(audit_ratio=it), 400, "audit_ratio", []) for it in (-0.1, 1.5, "half", True)},
     **{f"{field}_of_one_rank": (body(**{field: "auto"}), 400, field, []) for field in ("migration", "scale_down")},
-    "on_engine_failure_unknown": (body(on_engine_failure="pray"), 400, "on_engine_failure", ["pray", "fail", "retry"]),
     "stream_tokens_without_stream": (body(stream_tokens=4), 400, "stream_tokens", ["needs stream", "leave it out"]),
-    "stream_tokens_0": (body(stream=True, stream_tokens=0), 400, "stream_tokens", ["got 0", "1 to 1000000"]),
     "sampling_n": (body(sampling_params={"n": 4}), 400, "sampling_params.n", ["group_size"]),
     "sampling_unknown": (
         body(sampling_params={"temprature": 1}), 400, "sampling_params.temprature", ["allowed", "temperature"]
@@ -138,7 +120,6 @@ BAD = {
 RAW = {
     "nan_sampling": (b'{"sampling_params": {"temperature": NaN}}', "sampling_params.temperature", ["finite", "nan"]),
     "overflowing_number": (b'{"sampling_params": {"temperature": 1e999}}', "sampling_params.temperature", ["finite"]),
-    "nan_early_stop": (b'{"early_stop": NaN}', "early_stop", ["NaN", "boolean"]),
     "infinity_message": (
         b'{"prompts": [{"messages": [{"role": "user", "content": Infinity}]}]}',
         "prompts.0.messages.0.content", ["finite"],

@@ -194,13 +194,6 @@ def test_candidates_of_a_client_that_leaves_are_counted(client, server_url, engi
     assert metrics.count('vllm_rollout:clients_left_total{request="rollout"} 1.0') == 1
 
 
-async def test_early_stop_ends_the_group_with_its_last_winner(http, engine: FakeEngine):
-    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
-    for group in (await post(http)).groups:
-        assert [t.num_tokens for t in group.trajectories] == [5, 10, 15, 20]
-        assert {(c.state, c.num_tokens) for c in group.candidates} == {("surplus", 20)}
-
-
 async def test_one_failed_candidate_does_not_fail_its_group(http, engine: FakeEngine):
     engine.lengths = {i: 5 * (i + 1) for i in range(8)}
     engine.failures = {0: 2}

@@ -78,6 +78,24 @@ def test_siblings_that_come_later(sizes, steps, last, ends):
     assert group.over == (len(ends) == sizes[1])
 
 
+@pytest.mark.parametrize(
+    ("early_stop", "steps", "complete"),
+    [
+        (True, ["0 stop 5", "1 fail 6"], False),
+        (True, ["0 stop 5", "1 stop 6"], True),
+        (False, ["0 stop 5", "1 stop 6"], False),
+        (False, ["0 stop 5", "1 stop 6", "2 fail 7"], True),
+        (False, ["0 stop 5", "1 fail 6", "2 fail 7"], False),
+    ],
+)
+def test_a_group_is_complete_with_its_trajectories_and_without_early_stop_when_none_runs(early_stop, steps, complete):
+    group = launched(2, 3, early_stop)
+    play_steps(group, steps)
+    assert group.complete is complete
+    group.cancelled = True
+    assert not group.complete
+
+
 def test_candidates_are_numbered_by_arrival_unless_they_name_their_index_which_they_have_once():
     group = Group(GroupTerms(2, 3))
     assert [group.launch(), group.launch(), group.launch(5)] == [0, 1, 5]

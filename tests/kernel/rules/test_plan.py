@@ -1,5 +1,3 @@
-import math
-
 import pytest
 
 from vllm_rollout.config import MAX_GROUP_SIZE
@@ -34,12 +32,8 @@ def test_fields_make_a_plan(fields, plan):
 @pytest.mark.parametrize(
     ("fields", "field", "said"),
     [
-        ({"group_size": 0}, "group_size", ["got 0", f"1 to {MAX_GROUP_SIZE}"]),
-        ({"group_size": MAX_GROUP_SIZE + 1}, "group_size", [f"got {MAX_GROUP_SIZE + 1}", f"1 to {MAX_GROUP_SIZE}"]),
-        ({"redundancy": -1}, "redundancy", ["got -1", f"0 to {MAX_GROUP_SIZE}"]),
         ({"redundancy": 13}, "redundancy", ["4 + 13 = 17", "max_num_seqs (16)", "--max-num-seqs 17"]),
         ({"group_size": 20}, "group_size", ["20 + 0 = 20", "max_num_seqs (16)", "--max-num-seqs 20"]),
-        ({"selection": "longest"}, "selection", ["got 'longest'", "first, shortest, dual_end"]),
         ({"num_longest": 1}, "num_longest", ["selection 'first'", "dual_end"]),
         ({"selection": "dual_end", "num_longest": 4}, "num_longest", ["got 4", "below group_size (4)"]),
         (
@@ -47,17 +41,12 @@ def test_fields_make_a_plan(fields, plan):
             "num_longest",
             ["group_size (1)", "for 0"],
         ),
-        ({"selection": "dual_end", "num_longest": -1}, "num_longest", ["got -1", f"0 to {MAX_GROUP_SIZE}"]),
         ({"selection": "dual_end", "early_stop": True}, "early_stop", ["true", "dual_end", "false", '"auto"']),
         ({"patience": 2.0}, "patience", ["selection 'first'", "dual_end"]),
         ({"selection": "shortest", "patience": 2.0}, "patience", ["selection 'shortest'", "dual_end"]),
-        ({"selection": "dual_end", "patience": 0.99}, "patience", ["got 0.99", "[1, 1000]"]),
-        ({"selection": "dual_end", "patience": 1001}, "patience", ["got 1001", "[1, 1000]", "whole pool"]),
-        ({"selection": "dual_end", "patience": math.nan}, "patience", ["got nan"]),
-        ({"selection": "dual_end", "patience": math.inf}, "patience", ["got inf"]),
     ],
 )
-def test_a_field_out_of_range_is_named_with_its_value_and_what_is_allowed(fields, field, said):
+def test_fields_that_do_not_fit_together_are_named_with_their_values_and_what_is_allowed(fields, field, said):
     with pytest.raises(PlanError) as error:
         make_plan(**{"group_size": 4, "max_candidates": 16, **fields})
     assert error.value.field == field

@@ -3,6 +3,7 @@ import pytest
 from vllm_rollout.kernel.rules.prompt_key import (
     MAX_KEPT_BYTES,
     digest_of,
+    history_key,
     joined_id,
     kept_name,
     key_of_id,
@@ -16,6 +17,11 @@ def test_a_digest_names_token_ids_by_their_content_and_order():
     names = [digest_of(token_ids) for token_ids in ([1, 2, 3], [3, 2, 1], [1, 2], [123], [])]
     assert len(set(names)) == len(names)
     assert all(len(name) == 24 for name in names)
+
+
+def test_a_prompt_is_known_by_its_id_and_without_one_by_its_tokens():
+    assert history_key("q1", [1, 2]) == history_key("q1", [3]) == "id:q1"
+    assert history_key(None, [1, 2]) == f"tokens:{digest_of([1, 2])}"
 
 
 def test_the_seed_of_a_prompt_depends_on_seed_and_content_only():

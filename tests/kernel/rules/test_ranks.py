@@ -2,14 +2,30 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.kernel.rules.ranks import Ranks, agreed_rank
+from vllm_rollout.kernel.rules.ranks import Ranks, agreed_rank, choose_rank
 
 
 def candidates(num: int) -> dict[int, int]:
     return dict.fromkeys(range(num), 0)
+
+
+@pytest.mark.parametrize(
+    ("loads", "turn", "rank"),
+    [([3, 3, 3], 0, 0), ([3, 3, 3], 1, 1), ([3, 3, 3], 2, 2), ([1, 2, 1, 2], 1, 2), ([1, 2, 1, 2], 3, 0)],
+)
+def test_of_ranks_with_the_least_load_the_next_in_turn_gets_a_group(loads, turn, rank):
+    assert choose_rank(loads, turn) == rank
+
+
+def test_requests_of_others_count_in_the_load_of_a_rank():
+    ranks = Ranks(2)
+    ranks.others = [2, 0]
+    assert [ranks.open(candidates(1)).rank for _ in range(2)] == [1, 1]
+    assert ranks.loads == [2, 2]
 
 
 def test_processes_that_share_nothing_agree_on_a_rank():

@@ -1,7 +1,8 @@
 """The order of a step: one test per rule, then whole runs in random order of events."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +10,39 @@ from hypothesis import strategies as st
 
 from tests.kernel.rules.group_steps import Run
 from tests.support.steps import group_steps
-from vllm_rollout.kernel.rules.step import NO_VERDICTS, LaunchRefused
+from vllm_rollout.kernel.rules.step import NO_VERDICTS, GroupSteps, LaunchRefused, Phase, Step, StepPart
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import CandidateId
+
+
+class Listener(StepPart):
+    """A part that writes down who has been stopped in each phase."""
+
+    name = "listener"
+
+    def __init__(self) -> None:
+        self.stopped: list[tuple[Phase, int]] = []
+
+    def phases(self) -> Mapping[Phase, Callable[[Step], None]]:
+        return {phase: partial(self.look, phase) for phase in get_args(Phase)}
+
+    def look(self, phase: Phase, step: Step) -> None:
+        self.stopped.append((phase, len(step.stop)))
+
+
+def test_a_part_decides_in_every_phase_and_groups_are_settled_after_the_first():
+    part = Listener()
+    run = Run(GroupSteps([part]))
+    run.launch("a", [1, 9, 9], GroupTerms(1, 3))
+    run.step()
+    assert part.stopped == [("told", 0), ("settled", 2), ("groups", 2), ("ends", 2)]
+
+
+def test_a_candidate_with_other_terms_of_a_part_is_refused_with_both_values():
+    steps = GroupSteps([Listener()])
+    steps.launch("a", GroupTerms(1, 2, parts={"listener": "these"}))
+    with pytest.raises(LaunchRefused, match=r"listener of this group is 'these', .* got 'those'"):
+        steps.launch("a", GroupTerms(1, 2, parts={"listener": "those"}))
 
 
 def test_what_is_too_long_is_given_up_in_the_step_that_reaches_the_cap():

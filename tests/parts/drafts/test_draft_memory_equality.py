@@ -59,7 +59,7 @@ class Pair:
         self.running = [number for number in self.running if number not in chosen]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_both_give_the_same_after_any_calls(native, data):
     draw = data.draw

@@ -112,6 +112,7 @@ def rollout_s(device: Device, lengths: list[int], true: list[float], seed: int, 
     return seconds
 
 
+MANY = [pytest.param(num, marks=pytest.mark.thorough) for num in (100, 256)]
 LIKELY = [0.7, 0.5, 0.35, 0.25, 0.15, 0.1]
 
 
@@ -122,7 +123,7 @@ def test_where_the_device_waits_for_its_memory_drafts_bring_nearly_all_they_can(
 
 
 @pytest.mark.parametrize("device", [bound_by_memory, bound_by_arithmetic, slow_to_verify])
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 32, 100, 256])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 32, *MANY])
 @pytest.mark.parametrize("true", [LIKELY, [0.2, 0.05], [0.02], []])
 def test_drafts_cost_two_percent_at_most_wherever_they_do_not_pay(device, num_rows, true):
     assert speed_up(device, num_rows, true) > 0.98

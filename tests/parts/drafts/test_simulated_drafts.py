@@ -55,7 +55,7 @@ def test_seconds_are_those_of_the_emulated_device(
 ) -> None:
     settings = settings_type().model_validate(device)
     took = {(drafts, where): 0.0 for drafts in (False, True) for where in ("emulated", "simulated")}
-    for seed in range(4 if num_groups * group_size > 2 else 12):
+    for seed in range(2 if num_groups * group_size > 2 else 6):
         lengths = lengths_of(num_groups, group_size, seed)
         for drafts in (False, True):
             took[drafts, "emulated"] += emulated(tiny_model, settings, lengths, drafts, seed).seconds
@@ -68,7 +68,7 @@ def test_seconds_are_those_of_the_emulated_device(
 
 def test_steps_are_those_of_the_emulated_device_where_all_take_the_same_time(tiny_model: str) -> None:
     steps, said = 0, 0.0
-    for seed in range(4):
+    for seed in range(2):
         lengths = lengths_of(1, 16, seed)
         steps += len(emulated(tiny_model, settings_type().model_validate(FLAT), lengths, True, seed).steps)
         said += simulated_s(Machine().with_drafts(True), lengths)

@@ -62,8 +62,7 @@ async def test_a_rank_that_is_not_there(engine: FakeEngine, http: httpx.AsyncCli
 
 
 @pytest.mark.parametrize(("rank", "body", "param"), [
-    ("-1", {}, "rank"), ("one", {}, "rank"), ("0", {"timeout_s": -1.0}, "timeout_s"),
-    ("0", {"timeout_s": 1e9}, "timeout_s"), ("0", {"wait": True}, "wait"), ("0", {"timeout_s": "soon"}, "timeout_s"),
+    ("-1", {}, "rank"), ("one", {}, "rank"), ("0", {"timeout_s": -1.0}, "timeout_s"), ("0", {"wait": True}, "wait"),
 ])  # fmt: skip
 async def test_bad_input_is_named(engine: FakeEngine, http: httpx.AsyncClient, rank, body, param):
     engine.num_ranks = 2

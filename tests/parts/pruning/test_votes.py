@@ -80,7 +80,6 @@ BAD = {
     "pattern_repeats": (texts(answer_pattern="(a{65535}){65535}"), "answer_pattern", ["4294836225", "10000", "* or +"]),
     "pattern_nested": (texts(answer_pattern="((a{100,}){,100}){2}"), "answer_pattern", ["20000"]),
     "pattern_malformed": (texts(answer_pattern="(a"), "answer_pattern", ["no regular expression", "(a"]),
-    "method_unknown": (body(method="best"), "method", ["got best", "quality"]),
     "weights_missing": (body(method="quality"), "weights", ["needed with method quality", "majority"]),
     "weights_few": (body(weights=[1.0]), "weights", ["as many as candidates (2)", "got 1"]),
     "weight_negative": (body(weights=[-1.0, 2.0], method="confidence"), "weights", ["got -1", "quality"]),

@@ -1,7 +1,5 @@
 """Fields of pruning and audits among the `vllm_xargs` of OpenAI requests."""
 
-import math
-
 import pytest
 
 from tests.kernel.test_xargs import assert_refused
@@ -18,10 +16,6 @@ PRUNED_JOIN = {"rollout_group_id": "q", "rollout_group_size": 2, "rollout_num_ca
 @pytest.mark.parametrize(
     ("xargs", "n", "field", "said"),
     [
-        (SPARE | {"rollout_detection_length": 0}, 4, "rollout_detection_length", ["got 0", "1 to"]),
-        (SPARE | {"rollout_detection_length": "8"}, 4, "rollout_detection_length", ["integer", "got '8'"]),
-        (SPARE | {"rollout_keep_ratio": 0}, 4, "rollout_keep_ratio", ["(0, 1]", "got 0"]),
-        (SPARE | {"rollout_keep_ratio": "half"}, 4, "rollout_keep_ratio", ["(0, 1]", "got 'half'"]),
         (
             SPARE | {"rollout_min_survival": 1},
             4,
@@ -34,9 +28,6 @@ PRUNED_JOIN = {"rollout_group_id": "q", "rollout_group_size": 2, "rollout_num_ca
             "rollout_keep_ratio",
             ["rollout_max_survival", "0.96", "and 0.95"],
         ),
-        (SPARE | {"rollout_allow_fewer": "yes"}, 4, "rollout_allow_fewer", ["true or false", "got 'yes'"]),
-        (SPARE | {"rollout_min_labels": 1.5}, 4, "rollout_min_labels", ["integer", "got 1.5"]),
-        (SPARE | {"rollout_pruning_mode": "on"}, 4, "rollout_pruning_mode", ["active, shadow", "got 'on'"]),
         (SPARE | {"rollout_mode": "shadow"}, 4, "rollout_mode", ["rollout_pruning_mode"]),
         (
             {"rollout_detection_length": 8},
@@ -103,9 +94,6 @@ def test_what_learns_is_audited_as_it_says_or_as_the_server_does(others):
     )
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.5, "0.5", True, math.nan])
-def test_an_audit_ratio_is_a_share(value):
-    with pytest.raises(PlanError, match=r"^rollout_audit_ratio: must be a number in \[0, 1\], got"):
-        audit_ratio_from_xargs(SPARE | {"rollout_audit_ratio": value}, 0.05)
+def test_an_audit_ratio_needs_pruning():
     with pytest.raises(PlanError, match=r"^rollout_audit_ratio: needs rollout_detection_length"):
         audit_ratio_from_xargs({"rollout_redundancy": 4, "rollout_audit_ratio": 0.1}, 0.05)

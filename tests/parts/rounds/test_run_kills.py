@@ -20,7 +20,7 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.kernel.http.conftest import DEADLINE_S, make_app
+from tests.kernel.http.conftest import DEADLINE_S, make_app, routes
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import WAIT_S
 
@@ -152,6 +152,7 @@ def live_and_die(database: Path, listener: socket.socket, over: Event) -> None:
     """In a process of its own, which has one thread to fork from: many servers, and one that stays."""
     chance = random.Random(SEED)
     reading, writing = os.pipe()
+    routes()  # every life has them
     for _ in range(NUM_LIVES):
         pid = os.fork()
         if pid == 0:

@@ -271,7 +271,6 @@ async def test_a_round_that_is_given_up_puts_its_prompts_back(http: httpx.AsyncC
     ({"prompts": prompts(0, 5), "kind": "long"}, "at most 4 prompts, got 5"),
     ({"prompts": [*prompts(0, 5), *prompts(0, 1)]}, "'q0' is used twice"),
     ({"prompts": [{"prompt": "no id"}, *prompts(0, 5)]}, "prompts.0.id"),
-    ({"prompts": prompts(0, 6), "kind": "medium"}, "kind"),
     ({"prompts": prompts(0, 6), "stream_tokens": 4}, "stream_tokens"),
     ({"prompts": prompts(0, 6), "filter": "zero_variance"}, "stream: a round that filters needs true"),
     ({"prompts": prompts(0, 6), "group_size": 3}, "group_size"),
