@@ -19,7 +19,6 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.sampling_params import SamplingParams
 
 from conformance.recording import samples
-from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.rewards import RewardsRequest
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.xargs import plan_from_xargs, rollout_xargs
@@ -31,7 +30,6 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
     "/inference/v1/generate": GenerateRequest,
-    "/v1/rollouts": RolloutRequest,
 }
 
 
@@ -91,11 +89,6 @@ def test_our_fields_make_a_plan_of_n_choices_and_are_not_there_unless_asked_for(
     plan = plan_from_xargs(xargs, params.n, max_candidates=MAX_CANDIDATES)
     if isinstance(plan, GroupPlan):
         assert plan.group_size == params.n
-
-
-@pytest.mark.parametrize(("path", "body"), recorded("/v1/rollouts"))
-def test_rollouts_are_understood(path, body):
-    assert RolloutRequest.model_validate(body).group_size == body["group_size"]
 
 
 def test_rewards_are_understood():
