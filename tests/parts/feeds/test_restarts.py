@@ -18,6 +18,7 @@ from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.parts.feeds.http.service import FeedService
 from vllm_rollout.parts.feeds.http.store import FeedStore
+from vllm_rollout.parts.feeds.rules.feed import MAX_BYTES
 
 Start = Callable[[FakeEngine], FastAPI]
 
@@ -103,6 +104,8 @@ async def test_a_disk_that_is_full_refuses_prompts_and_loses_no_batch(start: Sta
         database = app.state.feed_service._store._database
         database.execute("PRAGMA query_only = ON")
         assert "cannot be written" in (await put(http, 6, 3, 507))["error"]["message"]
+        assert (await http.post("/v1/feeds", json={"id": "b", "group_size": 2, "batch": 3})).status_code == 507
+        assert (await http.get("/v1/feeds/a")).json()["max_complete_bytes"] == MAX_BYTES  # shared with no other feed
         await take(http, 507, idempotency_key="k0")
         await take(http, 507, idempotency_key="k0")
         database.execute("PRAGMA query_only = OFF")

@@ -82,6 +82,7 @@ class FeedService:
                     await feed.kept.created(feed.created, feed.model, _as_json(request), feed.state)
                 except RequestError:
                     del self._feeds[name]
+                    self._share()
                     raise
                 return feed_answer(feed), True
         feed = self._feeds[name].feed
