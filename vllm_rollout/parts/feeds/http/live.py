@@ -260,12 +260,11 @@ class LiveFeed:
 
     def _stop_running(self) -> None:
         """Stop groups that run. Those that have just come to the engine may run on."""
-        running = [group for group in self.running if group.can_go_on and group.group_id is not None]
-        for group in running:
+        running = {group.group_id: group for group in self.running if group.can_go_on and group.group_id is not None}
+        for group in running.values():
             group.is_stopping = True
         if running:
-            ids = [group.group_id for group in running if group.group_id is not None]
-            spawn(self._rollouts.engine.cancel_groups(ids), "stopping a feed's groups")
+            spawn(self._rollouts.engine.cancel_groups([*running]), "stopping a feed's groups")
 
     async def _run(self, number: int, group: FeedRollout) -> None:
         reason: str | None = None
@@ -327,12 +326,14 @@ class LiveFeed:
 
     def _put_back(self) -> None:
         """Let prompts wait again whose groups have no place in the engine, if complete groups have too many bytes."""
+        if not self.rule.is_full:
+            return
         groups = ((number, self.groups[number]) for number in self.rule.running)
         queue = [number for number, group in groups if group.group_id is None and group.before is None]
         for number in self.rule.too_many(queue):
             self._tasks[number].cancel()
             self._again(number)
-        if self.rule.is_full and self.waiting:
+        if self.waiting:
             self._warn(
                 f"complete groups have {self.rule.num_bytes} bytes, at most {self.rule.max_bytes} may wait here: no "
                 "more groups start before batches are taken."

@@ -5,7 +5,6 @@ Invariant: a trajectory reads as if its candidate had run at once. Its `weight_v
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 from vllm_rollout.kernel.http.engine import Engine, GroupOrder
@@ -16,9 +15,9 @@ from vllm_rollout.kernel.rules.selection import deferred
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.feeds.http.running import FeedRollout, KeptOutput
 from vllm_rollout.parts.rounds.http.answers import DeferredEvent
-from vllm_rollout.parts.rounds.http.kept import MAX_KEPT_BYTES, keep, read_kept
-from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
-from vllm_rollout.parts.rounds.rules.resumption import choose_resumed, is_whole
+from vllm_rollout.parts.rounds.http.kept import MAX_KEPT_BYTES, read_kept
+from vllm_rollout.parts.rounds.http.resumed import ResumedGroup, packed
+from vllm_rollout.parts.rounds.rules.resumption import is_whole
 
 
 class GoingOn(RolloutPart):
@@ -68,16 +67,14 @@ class _StoppableGroup(GroupPart):
             return
         record, group = self._record, self._group
         ends = [end for end in record.ends.values() if _goes_on(end.ending)]
-        indices = choose_resumed([end.ending for end in ends], len(ends))
-        stops = record.plan.pruning is not None and record.plan.pruning.mode == "active"
-        packed = await asyncio.to_thread(keep, ends, len(ends), stops=stops)
-        if packed is None:
+        blob, indices = await packed(record.plan, ends, len(ends))
+        if blob is None:
             self._rollout.warnings.append(
                 f"prompt {record.prompt.id!r} starts anew: its candidates have more than {MAX_KEPT_BYTES} bytes."
             )
         else:
             num_tokens = sum(record.ends[index].ending.num_tokens for index in indices)
-            group.kept = KeptOutput(packed, list(indices), num_tokens)
+            group.kept = KeptOutput(blob, list(indices), num_tokens)
             over.final = [ending for ending in over.result.endings if ending.index not in indices]
         group.was_stopped = True
 

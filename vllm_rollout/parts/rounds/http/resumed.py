@@ -50,16 +50,21 @@ class Resumption:
         Returns the endings of all other candidates, whose lengths are final, and a warning if there is too much to
         keep. Lengths of candidates that go on are reported when they are whole.
         """
-        stops = plan.pruning is not None and plan.pruning.mode == "active"
-        blob = await asyncio.to_thread(keep, ends, plan.group_size, stops=stops)
+        blob, chosen = await packed(plan, ends, plan.group_size)
         if blob is None:
             return [end.ending for end in ends], (
                 f"prompt {prompt.id!r} starts anew in its long round: its candidates have more than {MAX_KEPT_BYTES} "
                 "bytes."
             )
         self.kept[position] = blob
-        chosen = choose_resumed([end.ending for end in ends], plan.group_size)
         return [end.ending for end in ends if end.ending.index not in chosen], None
+
+
+async def packed(plan: GroupPlan, ends: Collection[CandidateEnd], most: int) -> tuple[bytes | None, Sequence[int]]:
+    """Pack the candidates that go on later, at most `most`. Returns them and their indices. None: too many bytes."""
+    stops = plan.pruning is not None and plan.pruning.mode == "active"
+    blob = await asyncio.to_thread(keep, ends, most, stops=stops)
+    return blob, choose_resumed([end.ending for end in ends], most)
 
 
 class ResumedGroup:
