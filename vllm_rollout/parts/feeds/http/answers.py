@@ -140,7 +140,7 @@ class FeedAnswer(BaseModel):
     num_running: int
     """Groups that have begun and are not complete."""
     num_stopped: int
-    """Those of them that were stopped, and wait to go on."""
+    """Groups among `num_running` that were stopped, and wait to go on."""
     num_complete: int
     """Complete groups that no batch has yet."""
     complete_bytes: int

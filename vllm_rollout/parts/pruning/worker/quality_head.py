@@ -265,7 +265,7 @@ class QualityHead:
         return HeadBytes("quality head state", tensors, metadata)
 
     def _begun(self) -> tuple[dict[str, Tensor], dict[str, int | str]]:
-        """Tensors, those of the training copied, and metadata of a state, but for the replay buffer."""
+        """Tensors and metadata of a state, without the replay buffer. Tensors that training changes are copied."""
         tensors = {"mean": self._mean, "scale": self._scale, **self._standardiser.tensors()}
         if self.weights is not None:
             tensors |= self.weights._asdict()
