@@ -13,9 +13,10 @@ from prometheus_client import CollectorRegistry
 from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import ids, look, make, put, take, update
-from tests.support.waiting import eventually
+from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.parts.feeds.http import kept
 from vllm_rollout.parts.feeds.http.service import FeedService
 from vllm_rollout.parts.feeds.http.store import FeedStore
 from vllm_rollout.parts.feeds.rules.feed import MAX_BYTES
@@ -23,12 +24,18 @@ from vllm_rollout.parts.feeds.rules.feed import MAX_BYTES
 Start = Callable[[FakeEngine], FastAPI]
 
 
+def wait_for_disk() -> None:
+    """Return when all writes that feeds have begun are on disk."""
+    kept._THREAD.submit(int).result(timeout=WAIT_S)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Starts a server with the same folder as the one before, which was killed."""
+    """Starts a server with the same folder as the one before, which was killed after its last write."""
 
     def started(engine: FakeEngine) -> FastAPI:
         app = make_app(engine)
+        wait_for_disk()
         store = FeedStore(tmp_path / "feeds.sqlite")
         app.state.feed_service = FeedService(app.state.rollout_service, engine, Metrics(CollectorRegistry()), store)
         return app

@@ -12,7 +12,7 @@ import pytest
 from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import TERMS, ids, look, make, prompts, put, take, update
-from tests.parts.feeds.test_restarts import Start, start  # noqa: F401
+from tests.parts.feeds.test_restarts import Start, start, wait_for_disk  # noqa: F401
 from tests.parts.pruning.learning_steps import PRUNING, teach
 from tests.parts.rewards.test_grading import FakeGraders
 from tests.support.waiting import eventually
@@ -313,6 +313,7 @@ async def test_what_is_kept_and_damaged_runs_again(start: Start, engine) -> None
         await put(http, 0, 1)
         await have_tokens(engine, 2)
         await stop_and_go_on(app, engine, "step-1")
+        wait_for_disk()
         app.state.feed_service._store._database.execute("UPDATE prompts SET kept = x'00'").connection.commit()
     app = start(after := FakeEngine())
     async with http_of(app) as http:
