@@ -64,7 +64,7 @@ def train(
     """A batch for each version of the weights. Returns its trajectories."""
     name_resolve.reconfigure(NameResolveConfig(nfs_record_root=str(root)))
     found, loader, its = [], rows(2 * len(folders) * BATCH), workflow(tokenizer)
-    for version, folder in enumerate(folders):
+    for version, folder in enumerate(folders, start=1):
         update(areal, experiment, folder, version)
         probe(areal, url)
         found += areal.prepare_batch(loader, its, group_size=GROUP_SIZE)

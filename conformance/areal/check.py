@@ -110,7 +110,7 @@ def asynchronous_training_goes_on_over_updates(kit: Kit) -> dict[str, Any]:
         for token_ids, mask, versions in zip(group["input_ids"], group["loss_mask"], group["versions"], strict=True):
             is_sampled = mask.bool()
             tokens = token_ids[is_sampled].tolist()
-            assert [token % num_versions for token in tokens] == versions[is_sampled].tolist()
+            assert [token % num_versions + 1 for token in tokens] == versions[is_sampled].tolist()
             answers.append(tokens)
     reasons = [answer["choices"][0]["finish_reason"] for _, answer in recorder.answers if "choices" in answer]
     straddling = num_straddling(answers, num_versions)

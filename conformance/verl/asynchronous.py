@@ -7,9 +7,12 @@ verl's own ways need a GPU.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from conformance.asynchronous import EXPECTED_GAP, Span, sampled_by
 
@@ -17,6 +20,22 @@ PROBE = [*range(20, 120)]
 STOPS = [*range(3, 512, 32)]
 LEAST_TOKENS = 50
 """Tokens of each running request at an update."""
+
+
+def let_pause(server: Any) -> bool:
+    """Translate an argument that verl 0.9.1 passes at a pause, and that vLLM has no more since 0.32.
+
+    Returns True if it was translated. Runs in verl's server.
+    """
+    pause = server.engine.pause_generation
+    if "wait_for_inflight_requests" in inspect.signature(AsyncLLM.pause_generation).parameters:
+        return False
+
+    async def paused(*, wait_for_inflight_requests: bool, clear_cache: bool) -> None:
+        await pause(mode="wait" if wait_for_inflight_requests else "abort", clear_cache=clear_cache)
+
+    server.engine.pause_generation = paused
+    return True
 
 
 async def update(server: Any, folder: Path, version: int) -> int:
