@@ -81,14 +81,10 @@ async def test_a_trainer_gets_batches_of_trajectories_while_agents_race(url, tur
             update(turns, f"step-{len(batches)}")
         assert ([len(batch.groups) for batch in batches], ids(*batches)) == ([2, 2, 1], [f"q{i}" for i in range(5)])
         for group in (group for batch in batches for group in batch.groups):
-            assert (group.status, group.born in range(3), group.prompt["data"]) == (
-                "complete",
-                True,
-                int(group.prompt_id[1:]),
-            )
-            assert [(each.reward, each.state, each.num_tokens) for each in group.trajectories] == [
-                (0.0, "finished", 10), (1.0, "finished", 10),
-            ]  # fmt: skip
+            assert (group.status, group.born in range(3)) == ("complete", True)
+            assert {"id": group.prompt_id, **group.prompt} == prompts(5)[group.prompt["data"]]
+            ends = sorted((each.reward, each.state, each.num_tokens) for each in group.trajectories)
+            assert ends == [(0.0, "finished", 10), (1.0, "finished", 10)]
             assert [each.state for each in group.sessions] == ["surplus"]
             assert all(sum(segment.mask) == 10 for each in group.trajectories for segment in each.segments)
         totals = (await feed.refresh()).totals
@@ -161,6 +157,24 @@ async def test_a_harness_whose_stream_breaks_keeps_its_groups(url, turns) -> Non
     assert set(calls.values()) == {1}
 
 
+async def test_a_group_whose_call_fails_begins_again(url, turns, monkeypatch) -> None:
+    """One finish fails for good. Its session is void after a while, and another one takes its place."""
+    finish, failed = AgentSession.finish, []
+
+    async def failing(session: AgentSession, reward: float | None = None) -> Any:
+        if not failed:
+            failed.append(session.id)
+            raise RolloutError(500, "no answer", "InternalServerError")
+        return await finish(session, reward)
+
+    monkeypatch.setattr(AgentSession, "finish", failing)
+    async with feed_at(url, sessions={"idle_timeout_s": 0.2}) as feed, feed.agents(two_turns):
+        await feed.put(prompts(2))
+        batch = await feed.batch()
+        assert (ids(batch), batch.failed) == (["q0", "q1"], [])
+        assert failed[0] not in [each.id for group in batch.groups for each in group.trajectories]
+
+
 async def test_agents_of_a_group_that_became_too_old_are_cancelled(url, turns) -> None:
     update(turns, "step-0")
     ended = []
@@ -212,6 +226,26 @@ async def test_groups_whose_rewards_are_alike_make_room_for_others_and_void_ones
         await feed.put(prompts(3))
         batch = await feed.batch()
         assert (ids(batch), batch.filtered, [each.prompt_id for each in batch.failed]) == (["q2"], ["q1"], ["q0"])
+
+
+async def test_no_prompt_is_lost_by_weights_that_are_not_finite(url, turns) -> None:
+    update(turns, "bad")
+    calls: Counter[str] = Counter()
+
+    async def run(session: AgentSession) -> float:
+        calls[session.prompt["id"]] += 1
+        is_bad = turns.app.state.rollout_service.engine.weight_version == "bad"
+        await session.chat([{"role": "user", "content": "bad weights"} if is_bad else USER])
+        return 1.0
+
+    async with feed_at(url, batch=2) as feed, feed.agents(run):
+        await feed.put(prompts(2))
+        await eventually(lambda: live(turns).waits_for == "weights" and not live(turns).rule.running, 0.01)
+        before = calls.total()
+        update(turns, "good")
+        batch = await feed.batch()
+        assert (ids(batch), batch.failed, calls.total() - before) == (["q0", "q1"], [], 4)
+        assert "NaN or infinite" in batch.warnings[0]
 
 
 async def test_an_agent_that_brings_no_reward_delays_its_group_no_longer_than_a_session_may_be_idle(url, turns) -> None:
