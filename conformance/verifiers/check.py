@@ -180,7 +180,7 @@ def rollouts_go_on_over_updates_of_prime_rl(kit: Kit) -> dict[str, Any]:
     model, num_versions, num_groups, num_rollouts = kit.model_path(), 5, 2, GROUP["rollout_num_candidates"]
     folders = make_versions(Path(model), kit.folder / "prime_rl_versions", num_versions)
     server = kit.server(flags=(*COMPAT, *FLOAT32))
-    sampling = {"max_tokens": CAP, "min_tokens": 200, "stop_token_ids": [*range(3, 512, 32)], "extra_args": GROUP}
+    sampling = {"max_tokens": CAP // 2, "min_tokens": 200, "extra_args": GROUP}
 
     async def read_only_new_kv(get: Get, salt: str) -> None:
         probe = {"content": "How much is it? " * 20, "temperature": 0, "max_tokens": 4}
@@ -221,8 +221,8 @@ def rollouts_go_on_over_updates_of_prime_rl(kit: Kit) -> dict[str, Any]:
     assert straddling > 0
     return {
         "detail": f"pause with mode keep, update_weights, resume, {num_versions} times: {len(found)} rollouts came "
-        f"back, {GROUP['rollout_group_size']} of {num_rollouts} of each group finished. {straddling} are of several "
-        "versions: weight_versions name exactly those of each token. verifiers' client drops them, and prime-rl gives "
+        f"back, {GROUP['rollout_group_size']} of {num_rollouts} of each group by themselves or cut at {CAP // 2} tokens, "
+        f"the others stopped. {straddling} are of several versions: weight_versions name exactly those of each token. verifiers' client drops them, and prime-rl gives "
         "its weights no name. Neither requests with the salt of the new version nor those without one read KV of "
         "older weights",
         "num_straddling": straddling,
