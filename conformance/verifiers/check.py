@@ -221,10 +221,10 @@ def rollouts_go_on_over_updates_of_prime_rl(kit: Kit) -> dict[str, Any]:
     assert straddling > 0
     return {
         "detail": f"pause with mode keep, update_weights, resume, {num_versions} times: {len(found)} rollouts came "
-        f"back, {GROUP['rollout_group_size']} of {num_rollouts} of each group by themselves or cut at {CAP // 2} tokens, "
-        f"the others stopped. {straddling} are of several versions: weight_versions name exactly those of each token. verifiers' client drops them, and prime-rl gives "
-        "its weights no name. Neither requests with the salt of the new version nor those without one read KV of "
-        "older weights",
+        f"back, {GROUP['rollout_group_size']} of {num_rollouts} of each group by themselves or cut at {CAP // 2} "
+        f"tokens, the others stopped. {straddling} are of several versions: weight_versions name exactly those of each "
+        "token. verifiers' client drops them, and prime-rl gives its weights no name. Neither requests with the salt "
+        "of the new version nor those without one read KV of older weights",
         "num_straddling": straddling,
     }
 
