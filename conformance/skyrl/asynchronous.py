@@ -225,7 +225,7 @@ def fully_async_training_goes_on_over_updates(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def racing_generator_trains_fully_async(kit: Kit) -> dict[str, Any]:
-    """The same with RacingGymGenerator and trajectories of several turns, `generator.use_cache_salt` false."""
+    """RacingGymGenerator in the same loop, with trajectories of several turns and `generator.use_cache_salt` false."""
     config = config_of(kit, num_turns=TURNS, num_samples=GROUP_SIZE, min_tokens=60)
     config.generator.use_cache_salt = False
     recorder, _ = run(kit, config, redundancy=REDUNDANCY)

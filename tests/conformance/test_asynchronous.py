@@ -6,8 +6,7 @@ import pytest
 
 from conformance.asynchronous import Span, assert_exact, make_versions, num_straddling, sampled_by
 
-TOKENS = [3, 6, 4, 1, 7]
-"""Of versions 0, 0, 1, 1, 1 of three."""
+TOKENS = [3, 6, 4, 1, 7]  # two of version 0 of three, then three of version 1
 SPANS = [Span("default", 0, 2), Span("2", 2, 5)]
 
 
