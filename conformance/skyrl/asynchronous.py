@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import typing
+import uuid
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,8 +182,7 @@ def alike(one: tuple[list[int], list[float]], other: tuple[list[int], list[float
 
 def run(kit: Kit, config: SkyRLTrainConfig, **racing: Any) -> tuple[Recorder, Dispatch]:
     """Train over all updates, and assert what holds for every way to race. Nothing may hang."""
-    folder = kit.folder / f"skyrl_versions_{config.generator.max_turns}"
-    folders = make_versions(Path(kit.model_path()), folder, NUM_VERSIONS)
+    folders = make_versions(Path(kit.model_path()), kit.folder / uuid.uuid4().hex, NUM_VERSIONS)
     with kit.recording(kit.server(flags=SERVER, environment=WITH_EXTENSION)) as recorder:
         dispatch = asyncio.run(asyncio.wait_for(train(config, recorder.url, folders, **racing), LIMIT_S))
     assert len(dispatch.probes) == NUM_VERSIONS
@@ -192,9 +192,27 @@ def run(kit: Kit, config: SkyRLTrainConfig, **racing: Any) -> tuple[Recorder, Di
     return recorder, dispatch
 
 
+@check("unmodified")
+def fully_async_answers_name_their_versions(kit: Kit) -> dict[str, Any]:
+    """SkyRL's fully asynchronous mode without fields of ours."""
+    recorder, _ = run(kit, config_of(kit, num_turns=1, num_samples=GROUP_SIZE, min_tokens=200))
+    answers = [choice for _, choice in answers_of(recorder)]
+    assert len(answers) == NUM_STEPS * BATCH * GROUP_SIZE
+    assert {choice["finish_reason"] for choice in answers} <= {"stop", "length"}
+    versions = assert_exact([spans_of(choice) for choice in answers], NUM_VERSIONS)
+    assert len(versions) >= LEAST_VERSIONS, versions
+    straddling = num_straddling([choice["token_ids"] for choice in answers], NUM_VERSIONS)
+    assert straddling > 0
+    return {
+        "detail": f"{len(answers)} of {len(answers)} answers came back over {NUM_VERSIONS} updates, {straddling} of them "
+        f"of several versions, which weight_versions name exactly, {len(versions)} in all",
+        "num_straddling": straddling,
+    }
+
+
 @check("on")
 def fully_async_training_goes_on_over_updates(kit: Kit) -> dict[str, Any]:
-    """SkyRL's fully asynchronous mode as it is, with trajectories of one turn that race."""
+    """SkyRL's fully asynchronous mode with trajectories of one turn that race."""
     num = GROUP_SIZE + REDUNDANCY
     race = {"rollout_group_size": GROUP_SIZE, "rollout_num_candidates": num}
     config = config_of(kit, num_turns=1, num_samples=num, min_tokens=200, extra_args=race)

@@ -20,6 +20,7 @@ from conformance.skyrl.agents import (  # noqa: F401 (checks, by their names her
     trajectories_of_a_group_race,
 )
 from conformance.skyrl.asynchronous import (  # noqa: F401
+    fully_async_answers_name_their_versions,
     fully_async_training_goes_on_over_updates,
     racing_generator_trains_fully_async,
 )
