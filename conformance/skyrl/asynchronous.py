@@ -204,8 +204,8 @@ def fully_async_answers_name_their_versions(kit: Kit) -> dict[str, Any]:
     straddling = num_straddling([choice["token_ids"] for choice in answers], NUM_VERSIONS)
     assert straddling > 0
     return {
-        "detail": f"{len(answers)} of {len(answers)} answers came back over {NUM_VERSIONS} updates, {straddling} of them "
-        f"of several versions, which weight_versions name exactly, {len(versions)} in all",
+        "detail": f"{len(answers)} of {len(answers)} answers came back over {NUM_VERSIONS} updates, {straddling} of "
+        f"them of several versions, which weight_versions name exactly, {len(versions)} in all",
         "num_straddling": straddling,
     }
 
