@@ -66,12 +66,16 @@ async def over_updates(
             assert each.token_ids == fresh.token_ids, (each, fresh)
             gaps = [abs(a - b) for a, b in zip(each.log_probs, fresh.log_probs, strict=True)]
             assert max(gaps) < EXPECTED_GAP, gaps
-        prompts = [[version + 3, group + 3, *range(20, 90)] for group in range(num_groups)]
+        prompts = [prompt_of(version, group) for group in range(num_groups)]
         asking += [asyncio.create_task(server.ask(client, prompts=[prompt], **sampling)) for prompt in prompts]
         if version + 1 < len(folders):
             await until_running(server, num_groups * server.config.actor_rollout_ref.rollout.n)
     answers = [(await each)[0] for each in asking]
     return answers, aborted
+
+
+def prompt_of(version: int, group: int) -> list[int]:
+    return [version + 3, group + 3, *range(20, 90)]
 
 
 async def probe(server: Any) -> Any:

@@ -22,7 +22,7 @@ from conformance.asynchronous import assert_exact, make_versions, num_straddling
 from conformance.checks import CAP, REAL_MODEL, Kit, assert_raced, check, main
 from conformance.in_process import assert_best, by_environment, ray_cluster, summary, watch
 from conformance.verl.agents import agents, overrides
-from conformance.verl.asynchronous import let_pause, names_its_versions, over_updates, spans_of
+from conformance.verl.asynchronous import let_pause, names_its_versions, over_updates, prompt_of, spans_of
 from conformance.verl.rewards import compute_score_grades_as_it_is  # noqa: F401 (a check, by its name here)
 
 N = 4
@@ -412,15 +412,19 @@ def asynchronous_answers_come_back_over_updates(kit: Kit) -> dict[str, Any]:
     assert all(answer.stop_reason in ("completed", "length") for answer in answers)
     assert all(len(answer.token_ids) == len(answer.log_probs) > 0 for answer in answers)
     assert all(aborted[1:]), aborted
-    spans = "vLLM has no weight_versions"
     from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
 
+    spans = "this vLLM has no weight_versions"
     if has(WEIGHT_SPANS):
         versions = assert_exact([spans_of(row) for row in seen if row["tokens"]], num_versions)
         assert len(versions) == num_versions, versions
         spans = (
             f"the engine's weight_versions, which verl drops, name exactly those of all tokens of {len(seen)} requests"
         )
+    for number in range(num_groups):  # those that no update interrupts race as usual
+        rows = [row for row in seen if row["prompt"] == prompt_of(num_versions - 1, number)]
+        assert len(rows) == 2 * N, rows
+        assert_best(rows, [len(answer.token_ids) for answer in groups[number - num_groups]])
     straddling = num_straddling([answer.token_ids for answer in answers], num_versions)
     assert straddling > 0
     for answer in answers:
@@ -432,7 +436,7 @@ def asynchronous_answers_come_back_over_updates(kit: Kit) -> dict[str, Any]:
         "detail": f"{len(answers)} answers came back over {num_versions - 1} updates, which aborted {aborted[1:]} "
         f"requests. {straddling} are of several versions. verl's min_global_steps and max_global_steps are those of "
         f"the first and the last token, and {spans}. verl empties the prefix cache at each update: no request has read "
-        f"KV of older weights. {'An argument of the pause was translated (`let_pause`)' if is_translated else ''}",
+        f"KV of older weights. Groups that no update interrupts race as usual. {'An argument of the pause was translated (`let_pause`)' if is_translated else ''}",
         "aborted": aborted[1:],
         "num_straddling": straddling,
     }
