@@ -436,7 +436,8 @@ def asynchronous_answers_come_back_over_updates(kit: Kit) -> dict[str, Any]:
         "detail": f"{len(answers)} answers came back over {num_versions - 1} updates, which aborted {aborted[1:]} "
         f"requests. {straddling} are of several versions. verl's min_global_steps and max_global_steps are those of "
         f"the first and the last token, and {spans}. verl empties the prefix cache at each update: no request has read "
-        f"KV of older weights. Groups that no update interrupts race as usual. {'An argument of the pause was translated (`let_pause`)' if is_translated else ''}",
+        "KV of older weights. Groups that no update interrupts race as usual."
+        f"{' An argument of the pause was translated (`let_pause`)' if is_translated else ''}",
         "aborted": aborted[1:],
         "num_straddling": straddling,
     }
