@@ -61,7 +61,6 @@ class RolloutOutcome:
         usage.wasted_tokens += wasted
         usage.resumed_tokens += returned + wasted
         usage.num_candidates += len(group.trajectories) + len(group.candidates)
-        usage.num_scored += sum(each.score is not None for each in (*group.trajectories, *group.candidates))
         for candidate in group.candidates:
             self._count_ended(candidate.state)
         for trajectory in group.trajectories:
@@ -79,7 +78,6 @@ class RolloutOutcome:
         usage.wasted_tokens += result.wasted_tokens
         usage.resumed_tokens += result.resumed_tokens
         usage.num_candidates += len(result.endings)
-        usage.num_scored += sum(end.assessment is not None for end in ends)
         for ending in result.endings:
             self._count_ended(ending.state)
         self.error = self.error or next((end.error for end in ends if end.error is not None), None)

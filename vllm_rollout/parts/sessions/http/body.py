@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
 from vllm_rollout.kernel.http.body import Body, check_json, of_table
-from vllm_rollout.kernel.http.protocol import Pruning
+from vllm_rollout.kernel.http.protocol import OfParts
 from vllm_rollout.kernel.http.reward_body import RewardField
 from vllm_rollout.kernel.http.rewards import RewardValue
 from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS, ROWS, SessionFields
@@ -23,7 +23,7 @@ SessionSelection = Literal["first", "shortest"]
 
 
 @of_table
-class SessionOptions(Body, SessionFields):
+class SessionOptions(OfParts, SessionFields):
     """Options of a group of sessions. A run sets them for all its groups."""
 
     early_stop: StrictBool = Field(
@@ -36,10 +36,6 @@ class SessionOptions(Body, SessionFields):
         default=None,
         description="Upper bound of a group's sessions, with those in the place of void ones. Default: twice the "
         "number at its start.",
-    )
-    pruning: Pruning | None = Field(
-        default=None,
-        description="Score each session in one of its turns, and stop sessions that will not help training.",
     )
     pruning_turn: Annotated[StrictInt, Field(ge=1, le=MAX_TURNS)] = Field(
         default=1, description="The turn in which detection_length counts tokens."
@@ -78,6 +74,13 @@ class SessionGroupRequest(SessionOptions):
     def _data_is_json(self) -> Self:
         check_json(self.data, "data")
         return self
+
+
+for _body in (SessionOptions, SessionGroupRequest):
+    if "pruning" in _body.model_fields:
+        its = "Score each session in one of its turns, and stop sessions that will not help training."
+        _body.model_fields["pruning"].description = its
+        _body.model_rebuild(force=True)
 
 
 class FinishRequest(Body):
