@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
@@ -12,6 +13,7 @@ from vllm_rollout.kernel.http.protocol import OfParts
 from vllm_rollout.kernel.http.reward_body import RewardField
 from vllm_rollout.kernel.http.rewards import RewardValue
 from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS, ROWS, SessionFields
+from vllm_rollout.kernel.rules.rows import rows
 from vllm_rollout.kernel.rules.types import EndedBy, GroupStatus, SessionState
 from vllm_rollout.parts.sessions.http.trajectory import History
 
@@ -76,10 +78,10 @@ class SessionGroupRequest(SessionOptions):
         return self
 
 
+SCORES_SESSIONS = "Score each session in one of its turns, and stop sessions that will not help training."
 for _body in (SessionOptions, SessionGroupRequest):
-    if "pruning" in _body.model_fields:
-        its = "Score each session in one of its turns, and stop sessions that will not help training."
-        _body.model_fields["pruning"].description = its
+    if (_row := rows(_body).get("pruning")) is not None:
+        _body.model_fields["pruning"].description = replace(_row, help=SCORES_SESSIONS).description
         _body.model_rebuild(force=True)
 
 
