@@ -6,6 +6,7 @@ from tests.kernel.test_xargs import assert_refused
 from tests.parts.pruning.steps import pruned_by
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan
 from vllm_rollout.kernel.rules.rows import PlanError, rows
+from vllm_rollout.kernel.rules.terms_port import pruning_of
 from vllm_rollout.kernel.xargs import NAMES, audit_ratio_from_xargs, plan_from_xargs
 from vllm_rollout.parts.pruning.rules.fields import PruningFields
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
@@ -69,9 +70,9 @@ def test_flat_fields_turn_pruning_on():
 @pytest.mark.parametrize("others", [{}, PRUNED_JOIN])
 def test_null_fields_of_pruning_mean_their_defaults(others):
     nothing = others | dict.fromkeys(XARGS)
-    assert plan_from_xargs(nothing, 1, max_candidates=8).pruning is None
+    assert pruning_of(plan_from_xargs(nothing, 1, max_candidates=8).parts) is None
     some = nothing | {"rollout_detection_length": 8, "rollout_allow_fewer": True}
-    assert plan_from_xargs(some, 1, max_candidates=8).pruning == PruningPlan(8, allow_fewer=True)
+    assert pruning_of(plan_from_xargs(some, 1, max_candidates=8).parts) == PruningPlan(8, allow_fewer=True)
 
 
 @pytest.mark.parametrize("name", [name for name in XARGS if name != "rollout_detection_length"])
