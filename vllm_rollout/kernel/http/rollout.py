@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_rollout.config import MAX_CANDIDATES, MAX_REMEMBERED_CANDIDATES
+from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.kernel.http.answers import GroupAnswer, RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Outlook, PreparedPrompt, RequestError
@@ -41,8 +41,6 @@ class RolloutOutcome:
     """Error of the first candidate that failed for a known reason."""
     off_policy: bool = False
     """True if any trajectory is off policy."""
-    num_forgotten: int = 0
-    """Rewards that were not learned from, since the engine no longer knew their candidates."""
     receipt: Receipt | None = None
     """None before the rollout's end. Its token counts are replaced by those of `usage`, which include groups of an
     interrupted round."""
@@ -99,11 +97,6 @@ class RolloutOutcome:
             yield (
                 f"{usage.num_reward_errors} of {usage.num_reward_errors + usage.num_rewards + usage.num_voids} "
                 f"trajectories have no reward; of the first one: {self.reward_error}"
-            )
-        if self.num_forgotten:
-            yield (
-                f"{self.num_forgotten} rewards teach nothing: the engine has forgotten their candidates. It "
-                f"remembers {MAX_REMEMBERED_CANDIDATES} of rollouts with pruning: have fewer on their way at a time."
             )
 
     def _count_ended(self, state: CandidateState) -> None:
