@@ -75,10 +75,11 @@ class GradedRollout(RolloutPart):
     async def warn(self) -> Sequence[str]:
         if not self._num_forgotten:
             return ()
-        return [
+        warning = (
             f"{self._num_forgotten} rewards teach nothing: the engine has forgotten their candidates. It remembers "
             f"{MAX_REMEMBERED_CANDIDATES} of rollouts with pruning: have fewer on their way at a time."
-        ]
+        )
+        return [warning]
 
     def leave(self) -> Collection[str]:
         self._grading.leave()
