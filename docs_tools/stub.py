@@ -29,6 +29,7 @@ PLACE = Path(vllm_rollout.__file__).with_suffix(".pyi")
 ANSWERS = PLACE.with_name("answers.pyi")
 CLIENTS = ("AsyncRolloutClient", "RolloutClient")
 ASSEMBLED = {
+    "FeedMethods": ("feed_methods", "Methods of feeds that need another part."),
     "RunMethods": ("run_methods", "Methods of runs that need another part."),
     "LLMMethods": ("llm", "Methods of `LLM` that need another part."),
     "AsyncLLMMethods": ("async_llm", "Methods of `AsyncLLM` that need another part."),

@@ -90,14 +90,14 @@ imports do not show its needs."""
 
 
 def left_out(*names: str) -> list[Path]:
-    """Test files and folders that need one of these parts. A folder stands for all that is in it."""
+    """Test files, files of types and folders that need one of these parts. A folder stands for all that is in it."""
     found: list[Path] = []
     for path in sorted(TESTS.rglob("*.py"), key=lambda path: (path.name != "conftest.py", path)):
         if found_in(path, found) or needs(path).isdisjoint(names):
             continue
         if path.name == "conftest.py":
             found.append(path.parent)
-        elif path.name.startswith("test_"):
+        elif path.name.startswith("test_") or path.name == "typed.py":
             found.append(path)
     return sorted(found)
 

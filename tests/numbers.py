@@ -427,7 +427,7 @@ RESULTS: Sequence[Quoted] = (
         Quoted(f"race, {candidates:,} candidates", "a streaming client", ("front_end", "front_end_quiet"),
                lambda it, quiet, n=candidates: f"{of_ideal(it, n)} {of_ideal(it, n, 'stream')} {seeds(it)} "
                                                f"{of_ideal(quiet, n)} {of_ideal(quiet, n, 'stream')}")
-        for candidates in (256, 1024, 2048)
+        for candidates in (256, 2048)
     ),
     Quoted("race, 2,048 candidates", "a client of vLLM's Rust front end", ("front_end", "front_end_quiet"),
            lambda it, quiet: f"{of_ideal(it, 2048)} {of_ideal(it, 2048, 'rust-close')} {seeds(it)} "

@@ -13,6 +13,7 @@ from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.emulation.tokens import succeeded as emulated_success
 from vllm_rollout.parts.feeds.client.feed import AsyncFeed, Feed
 from vllm_rollout.parts.feeds.client.methods import AsyncFeedCalls, FeedCalls
+from vllm_rollout.parts.feeds.with_sessions.client.agents import AgentFeed
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.llm import LLM
 from vllm_rollout.parts.in_process.with_pruning.api.learning import AsyncLearning, Learning
@@ -50,6 +51,9 @@ class RolloutOptions(GroupOptions, total=False):
     audit_ratio: float | None
     audit_unit: str | None
     model: str | None
+
+class FeedMethods(AgentFeed):
+    """Methods of feeds that need another part."""
 
 class RunMethods(AgentRounds):
     """Methods of runs that need another part."""

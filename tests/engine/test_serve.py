@@ -120,6 +120,7 @@ def test_openapi_has_everything_of_stock_and_only_additions(tiny_model: str) -> 
         "/v1/runs/{run_id}/rounds/{number}",
         "/v1/feeds",
         "/v1/feeds/{feed_id}",
+        "/v1/feeds/{feed_id}/events",
         "/v1/feeds/{feed_id}/prompts",
         "/v1/feeds/{feed_id}/batches",
         "/v1/votes",

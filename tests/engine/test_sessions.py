@@ -622,3 +622,58 @@ def test_runs_and_their_rewards_reach_one_process_whoever_is_asked(server):
     assert (sorted(answer["filtered"] for answer in answers), left) == ([[], ["q0"]], ["q0"])
     totals = [server.http.get("/v1/runs/whole").json()["totals"]["num_prompts"] for _ in range(8)]
     assert len(set(totals)) == 1
+
+
+def test_a_feed_of_agents_gives_batches_while_weights_get_names_and_others_are_served(server):
+    """Two harnesses, whose requests reach either process, beside ordinary requests. Long ones lose their races."""
+    prompts = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(16)]
+    lost: list[str] = []
+
+    async def run(session: AgentSession) -> float:
+        prompt = list(range(60, 160))
+        try:
+            for _ in range(2):
+                xargs = {"emulate_lengths": LONG if session.number == 2 else 5}
+                answer = await session.complete(prompt, return_token_ids=True, max_tokens=1800, vllm_xargs=xargs)
+                prompt += [*answer["choices"][0]["token_ids"], 71, 72, 73]
+        except asyncio.CancelledError:
+            lost.append(session.id)
+            raise
+        return float(session.number)
+
+    async def others(client: httpx.AsyncClient, over: asyncio.Event) -> int:
+        statuses = []
+        while not over.is_set():
+            response = await client.post("/v1/completions", json={"prompt": "hi", "n": 2, "max_tokens": 20})
+            statuses.append(response.status_code)
+        assert set(statuses) == {200}
+        return len(statuses)
+
+    async def train() -> None:
+        over = asyncio.Event()
+        async with (
+            asyncio.timeout(WAIT_S),
+            httpx.AsyncClient(base_url=server.url, limits=NO_KEEPALIVE, timeout=WAIT_S) as http,
+            AsyncRolloutClient(server.url) as client,
+            client.feed(2, 4, id="agents", redundancy=1, max_staleness=1, sessions={"max_turns": 4}) as feed,
+            feed.agents(run),
+            feed.agents(run),
+        ):
+            beside = asyncio.create_task(others(http, over))
+            await feed.put(prompts)
+            seen = []
+            async for batch in feed:
+                for group in batch.groups:
+                    assert [each.num_turns for each in group.trajectories] == [2, 2]
+                    assert (batch.version - group.born, batch.max_staleness) <= (1, 1)
+                    assert all(sum(each.mask) == its.num_tokens for its in group.trajectories for each in its.segments)
+                seen += [group.prompt_id for group in batch.groups]
+                body = {"new_version": f"agents-{batch.batch}"}
+                (await http.post("/update_weight_version", json=body)).raise_for_status()
+            totals = (await feed.refresh()).totals
+            over.set()
+            assert await beside > 0
+            assert (sorted(seen), totals.num_failed, len(lost)) == (sorted(each["id"] for each in prompts), 0, 16)
+        (await asyncio.to_thread(server.http.post, "/update_weight_version", json={"new_version": "default"}))
+
+    asyncio.run(train())

@@ -19,7 +19,12 @@ class FakeFeeds(FakePart):
         self._metrics = metrics
 
     def serve(self, app: FastAPI) -> None:
-        app.state.feed_service = FeedService(app.state.rollout_service, self.engine, self._metrics)
+        app.state.feed_service = FeedService(
+            app.state.rollout_service,
+            self.engine,
+            self._metrics,
+            sessions=lambda: getattr(app.state, "session_service", None),
+        )
 
 
 FAKE = FakeFeeds

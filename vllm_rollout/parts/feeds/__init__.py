@@ -14,6 +14,13 @@ PART = Part(
     },
     also={
         "page": {"shown": "vllm_rollout.parts.feeds.with_page.http:show"},
+        "sessions": {
+            "feed_methods": "vllm_rollout.parts.feeds.with_sessions.client.agents:AgentFeed",
+            "harnesses": "vllm_rollout.parts.feeds.with_sessions.http.harnesses",
+            "routes": "vllm_rollout.parts.feeds.with_sessions.http.routes:ROUTES",
+            "session_group": "vllm_rollout.parts.feeds.with_sessions.http.answers:SessionFeedGroup",
+            "sessions_field": "vllm_rollout.parts.feeds.with_sessions.http.field",
+        },
         "rounds": {"going_on": "vllm_rollout.parts.feeds.with_rounds.http:GoingOn"},
     },
     exports={

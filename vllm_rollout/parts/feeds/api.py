@@ -30,7 +30,13 @@ class FeedsApi(ApiPart):
         client = self._engine.client
         if not client.client_index:
             rollouts, metrics = app.state.rollout_service, client.rollout_metrics
-            self._feeds = FeedService(rollouts, self._engine, metrics, self._store)
+            self._feeds = FeedService(
+                rollouts,
+                self._engine,
+                metrics,
+                self._store,
+                sessions=lambda: getattr(app.state, "session_service", None),
+            )
             app.state.feed_service = self._feeds
             if (show := face("feeds", "shown")) is not None:
                 show(rollouts, self._feeds)

@@ -6,19 +6,26 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm_rollout.config import MAX_PROMPTS
 from vllm_rollout.kernel.client.blocking import Blocked, blocking, blocking_generator, finished
 from vllm_rollout.kernel.client.body import PromptLike
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.kernel.client.sender import Sender
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.feeds.client import feed_calls
 from vllm_rollout.parts.feeds.http.answers import FeedAnswer, FeedBatch
 from vllm_rollout.parts.feeds.http.body import DEFAULT_TIMEOUT_S
 
+if TYPE_CHECKING:
+    from vllm_rollout import FeedMethods
+else:
+    FeedMethods = type("FeedMethods", tuple(methods for _, methods in faces("feed_methods")), {})
+    """Methods of feeds that need another part."""
 
-class AsyncFeed:
+
+class AsyncFeed(FeedMethods):
     """A feed of an `AsyncRolloutClient`. Use as an async context manager, and iterate over its batches."""
 
     def __init__(self, client: Sender, answer: FeedAnswer) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from typing_extensions import Unpack
 
@@ -32,6 +33,7 @@ class FeedOptions(GroupOptions, total=False):
     on_stale: str
     on_update: str
     filter: str | None
+    sessions: Mapping[str, Any] | None
     model: str | None
 
 

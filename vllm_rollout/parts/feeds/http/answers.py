@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Discriminator, Tag
 
 from vllm_rollout.kernel.http.answers import GroupAnswer
+from vllm_rollout.kernel.parts import face
+from vllm_rollout.parts.feeds.http.born import BornFields
 from vllm_rollout.parts.feeds.rules.feed import OnStale, OnUpdate, WaitsFor
 
 
-class FeedFields(BaseModel):
-    """Fields of a group that its feed adds."""
+class OfRollout(BornFields):
+    """Fields of a group that its feed and its rollout add."""
 
     rollout_id: str
     """Name of its rollout for POST /v1/rollouts/{rollout_id}/rewards."""
-    born: int
-    """Weights updates of the feed before the group started."""
-    born_version: str | None
-    """Name of the weights with which the group started. Null if they had none."""
-    staleness: int
-    """Weights updates between the start of the group and its batch."""
 
 
-class FeedGroup(GroupAnswer, FeedFields):
+class FeedGroup(GroupAnswer, OfRollout):
     """A complete group. `weight_versions` of its trajectories are the versions of their tokens."""
 
 
@@ -93,10 +89,23 @@ class FeedBatchSummary(BaseModel):
     warnings: list[str]
 
 
+def _kind(group: Any) -> str:
+    return "sessions" if "sessions" in (group if isinstance(group, dict) else vars(group)) else "rollout"
+
+
+OfSessions: Any = face("feeds", "session_group")
+"""A group of sessions. None without sessions."""
+AnyGroup: Any = FeedGroup
+if OfSessions is not None:
+    AnyGroup = Annotated[
+        Annotated[FeedGroup, Tag("rollout")] | Annotated[OfSessions, Tag("sessions")], Discriminator(_kind)
+    ]
+
+
 class FeedBatch(FeedBatchSummary):
     """A batch of complete groups, oldest first."""
 
-    groups: list[FeedGroup]
+    groups: list[AnyGroup]
 
 
 class FeedTotals(BaseModel):
@@ -125,6 +134,10 @@ class FeedAnswer(BaseModel):
     on_stale: OnStale
     on_update: OnUpdate
     filter: str | None
+    sessions: dict[str, Any] | None
+    """Options of its sessions. Null if its candidates are no sessions."""
+    num_harnesses: int
+    """Harnesses that run its sessions now."""
     defaults: dict[str, Any]
     """Fields of a rollout that hold for its groups."""
     version: int
@@ -152,6 +165,6 @@ class FeedAnswer(BaseModel):
     waits_for: WaitsFor
     """Reason why the next batch is not complete. `groups`: more have to complete. `older_groups`: a batch waits for
     groups that would become too old. `prompts`: put more. `weights`: nothing may start before a weights update with a
-    new name. `trainer`: a batch is complete, and may be taken."""
+    new name. `trainer`: a batch is complete, and may be taken. `harness`: nobody runs the feed's sessions."""
     totals: FeedTotals
     meter: FeedMeter

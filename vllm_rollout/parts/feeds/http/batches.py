@@ -12,13 +12,14 @@ from vllm_rollout.kernel.http.serialised import filled, to_json
 from vllm_rollout.parts.feeds.http.answers import (
     FeedAnswer,
     FeedBatch,
-    FeedFields,
     FeedMeter,
     FeedShare,
     FeedTotals,
+    OfRollout,
 )
+from vllm_rollout.parts.feeds.http.born import BornFields
 from vllm_rollout.parts.feeds.http.live import LiveFeed
-from vllm_rollout.parts.feeds.http.running import FeedRollout
+from vllm_rollout.parts.feeds.http.running import AdmittedGroup
 from vllm_rollout.parts.feeds.http.store import StoredFeed
 from vllm_rollout.parts.feeds.rules.bias import Share, share_of
 from vllm_rollout.parts.feeds.rules.feed import Newest, TakenGroup
@@ -76,7 +77,7 @@ class Batches:
             del self._answers[next(iter(self._answers))]
 
 
-def _batch(feed: LiveFeed, taken: Sequence[tuple[TakenGroup, FeedRollout]], key: str, waited_s: float) -> list[bytes]:
+def _batch(feed: LiveFeed, taken: Sequence[tuple[TakenGroup, AdmittedGroup]], key: str, waited_s: float) -> list[bytes]:
     since, meter, bound = feed.report(), feed_meter(feed), feed.rule.terms.max_staleness
     warning = bias_warning(feed)
     ages = [each.staleness for each, _ in taken]
@@ -92,7 +93,7 @@ def _batch(feed: LiveFeed, taken: Sequence[tuple[TakenGroup, FeedRollout]], key:
         deferred=since.deferred,
         filtered=since.filtered,
         failed=since.failed,
-        num_waiting=len(feed.waiting),
+        num_waiting=len(feed.queue.waiting),
         waited_s=round(waited_s, 3),
         meter=meter,
         warnings=[*since.warnings, *filter(None, [warning])],
@@ -101,11 +102,11 @@ def _batch(feed: LiveFeed, taken: Sequence[tuple[TakenGroup, FeedRollout]], key:
     return filled(summary, "groups", [_group(each, group) for each, group in taken])
 
 
-def _group(taken: TakenGroup, group: FeedRollout) -> bytes:
+def _group(taken: TakenGroup, group: AdmittedGroup) -> bytes:
     """A FeedGroup as JSON: the group's JSON with fields of the feed before its own."""
-    own = FeedFields(
-        rollout_id=group.rollout_id, born=taken.born, born_version=group.born_version, staleness=taken.staleness
-    )
+    own = BornFields(born=taken.born, born_version=group.born_version, staleness=taken.staleness)
+    if group.rollout_id is not None:
+        own = OfRollout(**vars(own), rollout_id=group.rollout_id)
     return to_json(own)[:-1] + b"," + group.json[1:]
 
 
@@ -122,12 +123,14 @@ def feed_answer(feed: LiveFeed) -> FeedAnswer:
         on_stale=request.on_stale,
         on_update=request.on_update,
         filter=request.filter,
+        sessions=None if request.sessions is None else request.sessions.model_dump(mode="json", exclude_unset=True),
+        num_harnesses=feed.runner.num_harnesses,
         defaults=request.model_dump(mode="json", include=set(RolloutFields.model_fields), exclude_unset=True),
         version=rule.version,
         weight_version=feed.versions.name,
         num_batches=feed.num_batches,
-        num_waiting=len(feed.waiting),
-        num_deferred=len(feed.deferred),
+        num_waiting=len(feed.queue.waiting),
+        num_deferred=len(feed.queue.deferred),
         num_running=len(rule.running),
         num_stopped=len(feed.stopped),
         num_complete=len(rule.complete),
@@ -136,7 +139,7 @@ def feed_answer(feed: LiveFeed) -> FeedAnswer:
         capacity=rule.capacity,
         waits_for=feed.waits_for,
         totals=FeedTotals(
-            num_put=feed.num_put,
+            num_put=feed.queue.num_put,
             num_admitted=rule.num_admitted,
             num_taken=shares["trained"].tokens.num,
             num_filtered=shares["filtered"].tokens.num,

@@ -20,6 +20,8 @@ MAX_STALENESS = 1024
 SPECULATION = frozenset({"redundancy", "early_stop", "selection"})
 """Fields of spare candidates, which a long batch does not have."""
 DEFAULT_TIMEOUT_S = 600.0
+OF_SESSIONS: Any = face("feeds", "sessions_field")
+"""Type and check of the field `sessions`. None without the part sessions."""
 MAX_TIMEOUT_S = 86_400.0
 
 
@@ -71,6 +73,11 @@ class FeedRequest(RolloutFields):
         description='"zero_variance": groups whose rewards are all the same are in no batch, and give their place to '
         "the next prompt (DAPO). It needs a reward.",
     )
+    sessions: Any = Field(
+        default=None,
+        description="The candidates are sessions, which a harness runs (GET /v1/feeds/{feed_id}/events). The object "
+        "has the fields that its groups share, as in POST /v1/groups. {} takes all defaults.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> FeedRequest:
@@ -80,7 +87,11 @@ class FeedRequest(RolloutFields):
             )
         if self.on_update == "stop" and face("feeds", "going_on") is None:
             raise ValueError('on_update: "stop" needs the part rounds, which is left out. Choose another value.')
-        if self.filter is not None and self.reward is None:
+        if self.sessions is not None:
+            if OF_SESSIONS is None:
+                raise ValueError("sessions: need the part sessions, which is left out. Leave them out.")
+            OF_SESSIONS.check(self)
+        elif self.filter is not None and self.reward is None:
             raise ValueError("filter: needs a reward by which the server grades, got none. Name one, or leave it out.")
         if self.filter is not None and self.group_size < 2:
             raise ValueError("filter: needs a group_size of at least 2, got 1: one reward differs from none.")
@@ -104,6 +115,11 @@ class FeedRequest(RolloutFields):
         if is_long and fields.get("pruning") is not None:
             fields["pruning"]["mode"] = "shadow"
         return fields
+
+
+if OF_SESSIONS is not None:
+    FeedRequest.model_fields["sessions"].annotation = OF_SESSIONS.SessionOptions | None
+    FeedRequest.model_rebuild(force=True)
 
 
 class PutRequest(Body):

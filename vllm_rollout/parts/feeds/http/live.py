@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import insort
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.http.answers import Usage
 from vllm_rollout.kernel.http.clients import act_for
-from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.engine import Engine, RequestError
 from vllm_rollout.kernel.http.protocol import Prompt
-from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.answers import FailedPrompt
 from vllm_rollout.parts.feeds.http.body import FeedRequest
 from vllm_rollout.parts.feeds.http.kept import Kept
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
-from vllm_rollout.parts.feeds.http.running import FeedRollout, KeptOutput
+from vllm_rollout.parts.feeds.http.queue import PromptQueue, WaitingPrompt
+from vllm_rollout.parts.feeds.http.running import AdmittedGroup, GroupEnd, GroupRunner, KeptOutput
 from vllm_rollout.parts.feeds.http.store import StoredFeed
 from vllm_rollout.parts.feeds.rules.bias import BiasMeter, Fate, GroupSize
 from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup, Versions, WaitsFor
@@ -51,16 +49,6 @@ class SinceBatch:
     warnings: list[str] = field(default_factory=list)
 
 
-class WaitingPrompt(NamedTuple):
-    turn: int
-    """Number of the prompt among all that were put."""
-    prompt: Prompt
-    num_bytes: int
-    """Size as JSON."""
-    is_long: bool = False
-    """True if it was deferred, and starts in a long batch."""
-
-
 class LiveFeed:
     """One feed of a client."""
 
@@ -69,7 +57,8 @@ class LiveFeed:
         id: str,
         request: FeedRequest,
         model: str,
-        rollouts: RolloutService,
+        engine: Engine,
+        make_runner: Callable[[LiveFeed], GroupRunner],
         metrics: FeedMetrics,
         version: str | None,
         kept: Kept,
@@ -83,16 +72,15 @@ class LiveFeed:
         self.rule = Feed(request.terms)
         self.versions = Versions(version)
         self.meter = BiasMeter()
-        self.waiting: deque[WaitingPrompt] = deque()
-        self.deferred: list[WaitingPrompt] = []
-        """Prompts whose groups became too old, and that wait for a long batch."""
-        self.groups: dict[int, FeedRollout] = {}
+        self.queue = PromptQueue()
+        self.groups: dict[int, AdmittedGroup] = {}
         """Groups that run or are complete, by number."""
         self.stopped: set[int] = set()
         """Running groups that were stopped, and wait to go on."""
         self.since = SinceBatch()
-        self.num_put = self.num_batches = self.generated_tokens = self.wasted_tokens = 0
-        self._rollouts, self._metrics = rollouts, metrics
+        self.num_batches = self.generated_tokens = self.wasted_tokens = 0
+        self.runner = make_runner(self)
+        self._engine, self._metrics = engine, metrics
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._context = copy_context()
         """Groups start in the context of the feed's client, whoever makes room for them."""
@@ -100,27 +88,12 @@ class LiveFeed:
 
     def checked(self, prompts: list[Prompt]) -> list[WaitingPrompt]:
         """Prompts with ids and turns of their own. Raises: RequestError (409) for an id that is in the feed."""
-        alive = {each.prompt.id for each in (*self.waiting, *self.deferred)}
-        alive |= {each.prompt.id for each in self.groups.values()}
-        named = []
-        for position, prompt in enumerate(prompts):
-            name = str(self.num_put + position) if prompt.id is None else prompt.id
-            if name in alive:
-                raise RequestError(
-                    f"prompts.{position}.id: {name!r} is in this feed, and its group was not taken yet. Put it later, "
-                    "or under another id.",
-                    status=409,
-                    param=f"prompts.{position}.id",
-                )
-            alive.add(name)
-            named.append(waiting_prompt(self.num_put + position, prompt.model_copy(update={"id": name})))
-        return named
+        return self.queue.checked(prompts, (each.prompt for each in self.groups.values()))
 
     def put(self, prompts: list[WaitingPrompt]) -> None:
         """Add checked prompts."""
-        self.num_put += len(prompts)
-        self.waiting.extend(prompts)
-        self._admit()
+        self.queue.put(prompts)
+        self.admit()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -129,7 +102,7 @@ class LiveFeed:
             "version": self.rule.version,
             "weight_version": self.versions.name,
             "num_used": self.rule.num_used,
-            "num_put": self.num_put,
+            "num_put": self.queue.num_put,
             "num_batches": self.num_batches,
         }
 
@@ -138,29 +111,27 @@ class LiveFeed:
         self._context.run(act_for, namespace)
         state, rule = stored.state, self.rule
         self.created = stored.created
-        self.num_put, self.num_batches = state["num_put"], state["num_batches"]
+        self.queue.num_put, self.num_batches = state["num_put"], state["num_batches"]
         rule.version, rule.num_used = state["version"], state["num_used"]
         self.is_held = True
         for turn, body, born, fields, group, packed in stored.prompts:
             prompt = Prompt.model_validate_json(body)
             if born is None:
-                self.waiting.append(waiting_prompt(turn, prompt))
+                self.queue.waiting.append(WaitingPrompt.of(turn, prompt))
                 continue
             number, rule.num_admitted = rule.num_admitted, rule.num_admitted + 1
             if packed is not None:
                 rule.running[number] = born
                 before = KeptOutput(packed, fields["indices"], fields["num_tokens"])
-                self.groups[number] = FeedRollout(
+                self.groups[number] = AdmittedGroup(
                     prompt, turn, self.request.group_size, born, fields["born_version"], before=before
                 )
                 self.stopped.add(number)
                 continue
             rule.complete[number], rule.sizes[number] = born, len(group)
-            size = GroupSize(fields["tokens"], fields["reward"])
+            end = GroupEnd(GroupSize(fields["tokens"], fields["reward"]))
             names = fields["born_version"], fields["rollout_id"]
-            self.groups[number] = FeedRollout(
-                prompt, turn, self.request.group_size, born, *names, json=group, known_size=size
-            )
+            self.groups[number] = AdmittedGroup(prompt, turn, self.request.group_size, born, *names, end, group)
 
     def weights_named(self, name: str | None) -> None:
         """Note the name of the current weights. Another name than before is a weights update."""
@@ -175,11 +146,12 @@ class LiveFeed:
             self.kept.left([], self.state)
             if self.request.on_update == "stop":
                 self._stop_running()
-            if self.request.on_update == "recompute" and (names := [group.rollout_id for group in self.running]):
-                spawn(recomputed(self._rollouts.engine, names), "KV of a feed's groups")
-            self._admit()
+            names = [group.rollout_id for group in self.running if group.rollout_id is not None]
+            if self.request.on_update == "recompute" and names:
+                spawn(recomputed(self._engine, names), "KV of a feed's groups")
+            self.admit()
         elif was_held and not self.is_held:
-            self._admit()
+            self.admit()
 
     async def changed(self, timeout_s: float) -> None:
         """Wait until something has changed, but not longer than `timeout_s`."""
@@ -188,9 +160,9 @@ class LiveFeed:
             async with asyncio.timeout(timeout_s):
                 await changed.wait()
 
-    def take(self, *, drain: bool) -> list[tuple[TakenGroup, FeedRollout]] | None:
+    def take(self, *, drain: bool) -> list[tuple[TakenGroup, AdmittedGroup]] | None:
         """The groups of the next batch. None: wait."""
-        taken = self.rule.take(drain=drain and not self.waiting and not self.deferred)
+        taken = self.rule.take(drain=drain and not self.queue)
         if taken is None:
             return None
         self.num_batches += 1
@@ -198,7 +170,7 @@ class LiveFeed:
         for each, group in found:
             self._over("trained", group)
             self._metrics.taken(each.staleness)
-        self._admit()
+        self.admit()
         return found
 
     def report(self) -> SinceBatch:
@@ -207,47 +179,50 @@ class LiveFeed:
         return since
 
     @property
-    def running(self) -> Iterator[FeedRollout]:
+    def running(self) -> Iterator[AdmittedGroup]:
         return (self.groups[number] for number in self.rule.running)
 
     @property
-    def complete(self) -> Iterator[FeedRollout]:
+    def complete(self) -> Iterator[AdmittedGroup]:
         return (self.groups[number] for number in self.rule.complete)
 
     @property
     def waits_for(self) -> WaitsFor:
         """The reason why there is no batch."""
-        return self.rule.waits_for(len(self.waiting) + len(self.deferred), len(self.stopped))
+        reason = self.rule.waits_for(len(self.queue), len(self.stopped))
+        is_idle = reason == "weights" and self._may_start and self.rule.capacity > 0
+        return "harness" if is_idle and not self.runner.is_ready else reason
 
     @property
-    def num_waiting_bytes(self) -> int:
-        return sum(each.num_bytes for each in (*self.waiting, *self.deferred))
+    def _may_start(self) -> bool:
+        """True if groups may start under the current weights."""
+        return not self.is_held and self.bad_version != self.rule.version
 
     async def close(self) -> None:
         """Stop all groups."""
-        self.waiting.clear()
-        self.deferred.clear()
+        self.queue.clear()
         self.stopped.clear()
+        self.runner.close()
         self._notify()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Let stopped groups go on unless a batch is complete, and start as many groups as there is room for."""
-        may_start = not self.is_held and self.bad_version != self.rule.version
+        may_start = self._may_start and self.runner.is_ready
         if may_start and not self.rule.is_ready:
             for number in sorted(self.stopped):
                 self._start(number)
             self.stopped.clear()
-        for _ in range(self.rule.num_long(len(self.deferred), len(self.waiting)) if may_start else 0):
-            self._wait(self.deferred.pop(0)._replace(is_long=True))
-        for _ in range(min(len(self.waiting), self.rule.capacity) if may_start else 0):
-            turn, prompt, _, is_long = self.waiting.popleft()
+        if may_start:
+            self.queue.start_long(self.rule.num_long(len(self.queue.deferred), len(self.queue.waiting)))
+        for _ in range(min(len(self.queue.waiting), self.rule.capacity) if may_start else 0):
+            turn, prompt, _, is_long = self.queue.waiting.popleft()
             number = self.rule.admit(is_long=is_long)
             born = self.rule.running[number], self.versions.name
-            self.groups[number] = FeedRollout(prompt, turn, self.request.group_size, *born, is_long=is_long)
+            self.groups[number] = AdmittedGroup(prompt, turn, self.request.group_size, *born, is_long=is_long)
             self._start(number)
         self._notify()
 
@@ -264,16 +239,16 @@ class LiveFeed:
         for group in running.values():
             group.is_stopping = True
         if running:
-            spawn(self._rollouts.engine.cancel_groups([*running]), "stopping a feed's groups")
+            spawn(self._engine.cancel_groups([*running]), "stopping a feed's groups")
 
-    async def _run(self, number: int, group: FeedRollout) -> None:
+    async def _run(self, number: int, group: AdmittedGroup) -> None:
         reason: str | None = None
         try:
-            labels = {"feed": self.id, "group": number}
-            fields, stops = self.request.rollout_fields(is_long=group.is_long), self.request.on_update == "stop"
-            await group.run(self._rollouts, fields, labels, stops=stops)
+            await self.runner.run(number, group)
         except RequestError as error:
             if error.status in PASSING:
+                self.generated_tokens += group.num_tokens
+                self.wasted_tokens += group.num_tokens
                 await asyncio.sleep(error.retry_after_s or AGAIN_S)
                 self._again(number)
                 return
@@ -283,12 +258,12 @@ class LiveFeed:
             raise
         self._ended(number, group, reason)
 
-    def _ended(self, number: int, group: FeedRollout, reason: str | None) -> None:
+    def _ended(self, number: int, group: AdmittedGroup, reason: str | None) -> None:
         if number not in self.rule.running:  # it was dropped at its very end
             return
         self.generated_tokens += group.usage.generated_tokens
-        name, is_complete = group.prompt.id or "", group.event is not None and group.event.status == "complete"
-        if group.saw_bad_weights and not is_complete:
+        name = group.prompt.id or ""
+        if group.saw_bad_weights and not group.is_complete:
             self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
             self.wasted_tokens += group.usage.generated_tokens
             if group.version == self.rule.version:  # others may have KV of earlier weights
@@ -304,11 +279,11 @@ class LiveFeed:
                 self.kept.stopped(group.turn, group.born, group.born_version, group.kept)
             self._again(number)
             return
-        if not is_complete:
-            reason = reason or (group.event and group.event.reason) or "its candidates were stopped."
+        if not group.is_complete:
+            reason = reason or (group.end and group.end.reason) or "its candidates were stopped."
             self.since.failed.append(FailedPrompt(prompt_id=name, reason=reason))
             self._gave_up(number, "failed")
-        elif self.request.filter is not None and not group.teaches:
+        elif self.request.filter is not None and group.end is not None and not group.end.teaches:
             self.since.filtered.append(name)
             self._gave_up(number, "filtered")
         else:
@@ -318,7 +293,7 @@ class LiveFeed:
             fields = {"born_version": group.born_version, "rollout_id": group.rollout_id, **asdict(size)}
             self.kept.completed(group.turn, born, fields, group.json)
             self._put_back()
-        self._admit()
+        self.admit()
 
     def _forget(self, number: int, task: asyncio.Task[None]) -> None:
         if self._tasks[number] is task:  # a group that goes on has another one
@@ -333,7 +308,7 @@ class LiveFeed:
         for number in self.rule.too_many(queue):
             self._tasks[number].cancel()
             self._again(number)
-        if self.waiting:
+        if self.queue.waiting:
             self._warn(
                 f"complete groups have {self.rule.num_bytes} bytes, at most {self.rule.max_bytes} may wait here: no "
                 "more groups start before batches are taken."
@@ -350,12 +325,8 @@ class LiveFeed:
         else:
             self.rule.gave_up(number)
             del self.groups[number]
-            self._wait(waiting_prompt(group.turn, group.prompt)._replace(is_long=group.is_long))
-        self._admit()
-
-    def _wait(self, prompt: WaitingPrompt) -> None:
-        """Let a prompt wait in its turn."""
-        insort(self.waiting, prompt, key=lambda each: each.turn)
+            self.queue.again(WaitingPrompt.of(group.turn, group.prompt, is_long=group.is_long))
+        self.admit()
 
     def _gave_up(self, number: int, fate: Fate) -> None:
         self.rule.gave_up(number)
@@ -367,7 +338,7 @@ class LiveFeed:
         self.stopped.discard(number)
         if self.request.on_stale == "defer":
             self.since.deferred.append(group.prompt.id or "")
-            self.deferred.append(waiting_prompt(group.turn, group.prompt))
+            self.queue.deferred.append(WaitingPrompt.of(group.turn, group.prompt))
             self.kept.again(group.turn)
         else:
             self.since.dropped.append(group.prompt.id or "")
@@ -380,13 +351,13 @@ class LiveFeed:
         task.add_done_callback(lambda _: self._dropped(group))
         task.cancel()
 
-    def _dropped(self, group: FeedRollout) -> None:
+    def _dropped(self, group: AdmittedGroup) -> None:
         """Count a group that was stopped. Its last tokens are known by now."""
         group.usage = Usage(generated_tokens=group.num_tokens)
         self.generated_tokens += group.num_tokens
         self._over("dropped", group)
 
-    def _over(self, fate: Fate, group: FeedRollout) -> None:
+    def _over(self, fate: Fate, group: AdmittedGroup) -> None:
         usage = group.usage
         self.wasted_tokens += usage.wasted_tokens if fate == "trained" else group.num_before + usage.generated_tokens
         if fate == "dropped" and self.request.on_stale == "defer":  # its prompt runs again
@@ -403,11 +374,3 @@ class LiveFeed:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def waiting_prompt(turn: int, prompt: Prompt) -> WaitingPrompt:
-    return WaitingPrompt(turn, prompt, len(as_json(prompt)))
-
-
-def as_json(prompt: Prompt) -> str:
-    return prompt.model_dump_json(exclude_none=True)

@@ -1,6 +1,6 @@
-"""One group of a feed: a rollout of one prompt.
+"""Groups of a feed while they run.
 
-Invariant: the group's rollout is an ordinary one, so other parts race, prune and grade it as any other.
+Invariant: a group's rollout is an ordinary one, so other parts race, prune and grade it as any other.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from vllm_rollout.kernel.http.answers import DoneEvent, GroupEvent, GroupRewards, Usage
+from vllm_rollout.kernel.http.answers import DoneEvent, GroupEvent, Usage
 from vllm_rollout.kernel.http.engine import CandidateEnd
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, RolloutPart
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
@@ -18,6 +18,7 @@ from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.types import NOT_FINITE
+from vllm_rollout.parts.feeds.http.body import FeedRequest
 from vllm_rollout.parts.feeds.rules.bias import GroupSize
 
 
@@ -31,9 +32,21 @@ class KeptOutput:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class GroupEnd:
+    """The end of a group that was not stopped."""
+
+    size: GroupSize
+    is_complete: bool = True
+    reason: str | None = None
+    """Reason why it is not complete."""
+    teaches: bool = False
+    """True if its rewards differ."""
+
+
 @dataclass(slots=True, eq=False)
-class FeedRollout:
-    """The group of one prompt while it runs, and after. A group that goes on has a new rollout."""
+class AdmittedGroup:
+    """The group of one prompt, from its admission to its batch. A group that goes on is a new object."""
 
     prompt: Prompt
     turn: int
@@ -41,13 +54,12 @@ class FeedRollout:
     group_size: int
     born: int
     born_version: str | None
-    rollout_id: str = ""
-    event: GroupEvent | None = None
-    """The end of the group. None while it runs, and for a group that was stopped."""
+    rollout_id: str | None = None
+    """Name of its rollout. None for a group of sessions."""
+    end: GroupEnd | None = None
+    """None while it runs, and for a group that was stopped."""
     json: bytes = b""
     """The complete group as JSON."""
-    known_size: GroupSize | None = None
-    """Length and reward of a group that was complete before the server started."""
     usage: Usage = field(default_factory=Usage)
     warnings: list[str] = field(default_factory=list)
     """Warnings of its rollout."""
@@ -78,73 +90,103 @@ class FeedRollout:
     @property
     def size(self) -> GroupSize:
         """Length and reward. For a group that was not returned: a lower bound of the length."""
-        if self.known_size is not None:
-            return self.known_size
-        if self.event is None:
-            return GroupSize((self.num_before + self.num_tokens) / max(self.group_size, self.num_ended))
-        return GroupSize(self.event.lengths.mean, self._rewards.mean if self._rewards is not None else None)
+        if self.end is not None:
+            return self.end.size
+        return GroupSize((self.num_before + self.num_tokens) / max(self.group_size, self.num_ended))
+
+    @property
+    def is_complete(self) -> bool:
+        return self.end is not None and self.end.is_complete
 
     @property
     def num_before(self) -> int:
         """Tokens with which it goes on."""
         return 0 if self.before is None else self.before.num_tokens
 
-    def again(self) -> FeedRollout:
-        """The rollout in which it goes on."""
+    def again(self) -> AdmittedGroup:
+        """The group in which it goes on."""
         names = self.prompt, self.turn, self.group_size, self.born, self.born_version
-        return FeedRollout(*names, is_long=self.is_long, before=self.kept or self.before)
+        return AdmittedGroup(*names, is_long=self.is_long, before=self.kept or self.before)
+
+
+class GroupRunner(Protocol):
+    """Runs the groups of one feed."""
 
     @property
-    def teaches(self) -> bool:
-        return self._rewards is not None and self._rewards.teaches
+    def is_ready(self) -> bool:
+        """False while no group can run, as nobody is there who runs its sessions."""
 
     @property
-    def _rewards(self) -> GroupRewards | None:
-        return None if self.event is None else self.event.rewards
+    def num_harnesses(self) -> int:
+        """Clients that run sessions."""
 
-    async def run(
-        self, rollouts: RolloutService, fields: Mapping[str, Any], labels: Mapping[str, Any], *, stops: bool
-    ) -> None:
-        """Run the group to its end. `stops`: it may be stopped, and go on later. Raises: RequestError."""
-        body = {**fields, "prompts": [self.prompt.model_dump(mode="json", exclude_none=True)], "priority": self.born}
-        rollout = await rollouts.prepare(RolloutRequest.model_validate(body))
-        rollout.parts = [*rollout.parts, _Lengths(self)]
-        if stops and (going_on := face("feeds", "going_on")) is not None:
-            self.can_go_on, rollout.began_with = rollout.prompts[0].resume_refusal is None, self.began_with
-            rollout.parts = [*rollout.parts, going_on(rollouts.engine, rollout, self)]
-        rollout.labels = dict(labels)
-        self.rollout_id = rollout.id
+    async def run(self, number: int, group: AdmittedGroup) -> None:
+        """Run a group to its end. Raises: RequestError."""
+
+    def close(self) -> None:
+        """The feed is deleted."""
+
+
+class RolloutRunner:
+    """Runs each group as a rollout of one prompt."""
+
+    is_ready, num_harnesses = True, 0
+
+    def __init__(self, rollouts: RolloutService, feed_id: str, request: FeedRequest) -> None:
+        self._rollouts, self._feed_id, self._request = rollouts, feed_id, request
+
+    async def run(self, number: int, group: AdmittedGroup) -> None:
+        fields: Mapping[str, Any] = self._request.rollout_fields(is_long=group.is_long)
+        prompts = [group.prompt.model_dump(mode="json", exclude_none=True)]
+        body = {**fields, "prompts": prompts, "priority": group.born}
+        rollout = await self._rollouts.prepare(RolloutRequest.model_validate(body))
+        rollout.parts = [*rollout.parts, _Lengths(group)]
+        if self._request.on_update == "stop" and (going_on := face("feeds", "going_on")) is not None:
+            group.can_go_on = rollout.prompts[0].resume_refusal is None
+            rollout.began_with = group.began_with
+            rollout.parts = [*rollout.parts, going_on(self._rollouts.engine, rollout, group)]
+        rollout.labels = {"feed": self._feed_id, "group": number}
+        group.rollout_id = rollout.id
         groups = GroupsInJson()
-        async with aclosing(rollouts.events(rollout)) as events:
+        async with aclosing(self._rollouts.events(rollout)) as events:
             async for event in events:
                 await groups.add(event)
                 if isinstance(event, GroupEvent):
-                    self.event, self.json = event, groups.of(event.prompt_id)
+                    group.end, group.json = _end_of(event), groups.of(event.prompt_id)
                 elif isinstance(event, DoneEvent):
-                    self.usage, self.warnings = event.usage, event.warnings
+                    group.usage, group.warnings = event.usage, event.warnings
+
+    def close(self) -> None:
+        pass
+
+
+def _end_of(event: GroupEvent) -> GroupEnd:
+    rewards = event.rewards
+    size = GroupSize(event.lengths.mean, None if rewards is None else rewards.mean)
+    return GroupEnd(size, event.status == "complete", event.reason, rewards is not None and rewards.teaches)
 
 
 class _Lengths(RolloutPart):
     """Notes the beginning of a group, and counts its tokens. Overrides: group."""
 
-    def __init__(self, feed_rollout: FeedRollout) -> None:
-        self._rollout = feed_rollout
+    def __init__(self, group: AdmittedGroup) -> None:
+        self._group = group
 
     def group(self, record: GroupRecord) -> GroupPart:
-        self._rollout.group_id = record.id
-        return _GroupLengths(self._rollout)
+        self._group.group_id = record.id
+        return _GroupLengths(self._group)
 
 
 class _GroupLengths(GroupPart):
     """Overrides: ended, restarted."""
 
-    def __init__(self, feed_rollout: FeedRollout) -> None:
-        self._rollout = feed_rollout
+    def __init__(self, group: AdmittedGroup) -> None:
+        self._group = group
 
     def ended(self, end: CandidateEnd) -> None:
-        self._rollout.num_ended += 1
-        self._rollout.num_tokens += end.ending.num_tokens - end.ending.num_resumed
-        self._rollout.saw_bad_weights |= end.error == NOT_FINITE
+        self._group.num_ended += 1
+        self._group.num_tokens += end.ending.num_tokens - end.ending.num_resumed
+        self._group.saw_bad_weights |= end.error == NOT_FINITE
 
     def restarted(self) -> None:
-        self._rollout.num_ended = self._rollout.num_tokens = 0
+        self._group.num_ended = self._group.num_tokens = 0

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -16,12 +16,15 @@ from vllm_rollout.kernel.http.engine import Engine, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.parts.feeds.http.answers import FeedAnswer
 from vllm_rollout.parts.feeds.http.batches import Batches, feed_answer
 from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
 from vllm_rollout.parts.feeds.http.kept import Kept
-from vllm_rollout.parts.feeds.http.live import LiveFeed, WaitingPrompt, as_json
+from vllm_rollout.parts.feeds.http.live import LiveFeed
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
+from vllm_rollout.parts.feeds.http.queue import WaitingPrompt, as_json
+from vllm_rollout.parts.feeds.http.running import GroupRunner, RolloutRunner
 from vllm_rollout.parts.feeds.http.store import FeedStore, StoredFeed
 from vllm_rollout.parts.feeds.rules.feed import MAX_BYTES
 
@@ -39,21 +42,33 @@ WAITS = {
     "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Put more, or set drain.",
     "weights": "no group may start before weights with a new name come. The current ones are {name!r}.",
     "trainer": "one is complete, and another request takes it.",
+    "harness": "no harness runs its sessions. Start one that reads GET /v1/feeds/{id}/events.",
 }
 """Message for each reason why there is no batch."""
+
+
+of_sessions: Any = face("feeds", "harnesses")
+"""The module `harnesses` of feeds with sessions. None without sessions."""
 
 
 class FeedService:
     """Serves the endpoints of feeds."""
 
     def __init__(
-        self, rollouts: RolloutService, engine: Engine, metrics: Metrics, store: FeedStore | None = None
+        self,
+        rollouts: RolloutService,
+        engine: Engine,
+        metrics: Metrics,
+        store: FeedStore | None = None,
+        *,
+        sessions: Callable[[], Any] = lambda: None,
     ) -> None:
-        """`store`: feeds on disk. None: a feed ends with the server.
+        """`store`: feeds on disk. None: a feed ends with the server. `sessions`: the service of sessions. None: this
+        server has none.
 
         Raises: RuntimeError for feeds that cannot be read.
         """
-        self._rollouts, self._engine = rollouts, engine
+        self._rollouts, self._engine, self._sessions = rollouts, engine, sessions
         self._metrics = metrics.of(FeedMetrics)
         self._feeds: dict[str, Batches] = {}
         """Feeds by their clients' names for them."""
@@ -72,6 +87,8 @@ class FeedService:
             refusal = check.prompts[0].resume_refusal
             if request.on_update == "stop" and refusal is not None:
                 raise RequestError(f'on_update: "stop" {str(refusal).removeprefix("resume: ")}', param="on_update")
+            if request.sessions is not None:
+                of_sessions.check_room(self._sessions(), request)
             version = await self._engine.current_weight_version()
             if name not in self._feeds:  # another request may have been faster
                 self._check_num_feeds()
@@ -144,6 +161,20 @@ class FeedService:
         self._metrics.waited(time.monotonic() - began)
         return answer
 
+    def events(self, id: str, harness: str | None) -> AsyncGenerator[Any, None]:
+        """Events of a feed's sessions for the harness of this name.
+
+        Raises: RequestError, 404, 409 for a feed without sessions, 429 with too many harnesses.
+        """
+        feed = self._find(id).feed
+        if feed.request.sessions is None:
+            raise RequestError(
+                f"feed {id!r} has no sessions, so no harness runs them. Create a feed with sessions.",
+                status=HTTPStatus.CONFLICT,
+            )
+        events: AsyncGenerator[Any, None] = feed.runner.events(harness)  # type: ignore[attr-defined]
+        return events
+
     @property
     def live(self) -> list[LiveFeed]:
         """All feeds."""
@@ -181,7 +212,13 @@ class FeedService:
 
     def _feed(self, name: str, request: FeedRequest, model: str, version: str | None) -> LiveFeed:
         kept = Kept(self._store, name)
-        return LiveFeed(id_of(name), request, model, self._rollouts, self._metrics, version, kept)
+        return LiveFeed(id_of(name), request, model, self._engine, self._runner, self._metrics, version, kept)
+
+    def _runner(self, feed: LiveFeed) -> GroupRunner:
+        if feed.request.sessions is None:
+            return RolloutRunner(self._rollouts, feed.id, feed.request)
+        runner: GroupRunner = of_sessions.SessionRunner(self._sessions, feed.id, feed.request, feed.admit)
+        return runner
 
     def _take_up(self, stored: StoredFeed) -> None:
         """Continue a feed from disk. Raises: RuntimeError."""
@@ -195,7 +232,7 @@ class FeedService:
             raise RuntimeError(f"feed {stored.name!r} cannot be read from disk ({error}).") from error
 
     def _check_room(self, prompts: Iterable[WaitingPrompt]) -> None:
-        waiting = sum(found.feed.num_waiting_bytes for found in self._feeds.values())
+        waiting = sum(found.feed.queue.num_bytes for found in self._feeds.values())
         num = sum(prompt.num_bytes for prompt in prompts)
         if waiting + num > MAX_WAITING_BYTES:
             raise RequestError(
@@ -260,6 +297,10 @@ def _check_same(feed: LiveFeed, request: FeedRequest) -> None:
 def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
     rule = feed.rule
     why = WAITS[feed.waits_for].format(
-        running=len(rule.running), complete=len(rule.complete), batch=rule.terms.batch, name=feed.versions.name
+        running=len(rule.running),
+        complete=len(rule.complete),
+        batch=rule.terms.batch,
+        name=feed.versions.name,
+        id=feed.id,
     )
     return RequestError(f"timeout_s: no batch within {timeout_s:g} s: {why}", status=HTTPStatus.GATEWAY_TIMEOUT)

@@ -13,7 +13,7 @@ from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import deferred
 from vllm_rollout.kernel.rules.types import Ending
-from vllm_rollout.parts.feeds.http.running import FeedRollout, KeptOutput
+from vllm_rollout.parts.feeds.http.running import AdmittedGroup, KeptOutput
 from vllm_rollout.parts.rounds.http.answers import DeferredEvent
 from vllm_rollout.parts.rounds.http.kept import MAX_KEPT_BYTES, read_kept
 from vllm_rollout.parts.rounds.http.resumed import ResumedGroup, packed
@@ -23,8 +23,8 @@ from vllm_rollout.parts.rounds.rules.resumption import is_whole
 class GoingOn(RolloutPart):
     """A rollout of a feed that can be stopped. Overrides: group."""
 
-    def __init__(self, engine: Engine, rollout: Rollout, feed_rollout: FeedRollout) -> None:
-        self.engine, self.rollout, self.feed_rollout = engine, rollout, feed_rollout
+    def __init__(self, engine: Engine, rollout: Rollout, group: AdmittedGroup) -> None:
+        self.engine, self.rollout, self.admitted = engine, rollout, group
 
     def group(self, record: GroupRecord) -> GroupPart:
         return _StoppableGroup(self, record)
@@ -34,7 +34,7 @@ class _StoppableGroup(GroupPart):
     """Overrides: launching, over, keep."""
 
     def __init__(self, part: GoingOn, record: GroupRecord) -> None:
-        self._engine, self._rollout, self._group = part.engine, part.rollout, part.feed_rollout
+        self._engine, self._rollout, self._group = part.engine, part.rollout, part.admitted
         self._record = record
 
     def launching(self, launch: Launch) -> Launch:

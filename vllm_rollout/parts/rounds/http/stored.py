@@ -100,7 +100,7 @@ class EndedGroup(NamedTuple):
     version: str | None
     """Version of the weights with which the round began."""
     body: bytes
-    """A GroupAnswer, or a SessionRoundGroup in a round of sessions, as compressed JSON."""
+    """A GroupAnswer, or a PromptSessions in a round of sessions, as compressed JSON."""
 
 
 class PlannedRound(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -46,6 +47,23 @@ class SessionOptions(OfParts, SessionFields):
         default=None,
         description="Reward that grades a finished session whose finish brings no reward (docs/guides/rewards.md).",
     )
+
+    def check_beside(self, said: Mapping[str, Any], what: str) -> None:
+        """Check the fields of a rollout that a request sets beside `sessions`. `what`: the thing that is requested.
+
+        Raises: ValueError for fields that sessions do not have, or set themselves.
+        """
+        for name in said:
+            if name != "redundancy":
+                raise ValueError(
+                    f"{name}: cannot be said of {what}: each turn says how it samples, and sessions takes "
+                    f"{', '.join(type(self).model_fields)}. Leave {name} out here."
+                )
+        if not isinstance(redundancy := said.get("redundancy", 0), int):
+            raise ValueError(
+                f"redundancy: must be an integer for sessions, got {redundancy!r}: their lengths are not learned. "
+                "Say how many spare ones a prompt has."
+            )
 
 
 @of_table
@@ -196,3 +214,33 @@ class GroupOverEvent(BaseModel):
     group_id: str
     status: GroupStatus
     selected: list[str]
+
+
+class DeclaredEvent(BaseModel):
+    """The sessions of a prompt are to begin."""
+
+    type: Literal["declared"] = "declared"
+    prompt_id: str
+    group_id: str
+    to_begin: list[str]
+    """Ids of the prompt's sessions."""
+    prompt: dict[str, Any]
+    """The prompt as it was handed in."""
+
+
+class PromptSessions(BaseModel):
+    """An ended group with its prompt and its sessions."""
+
+    prompt_id: str
+    group_id: str
+    prompt: dict[str, Any] = {}
+    """The prompt as it was handed in."""
+    status: GroupStatus
+    reason: str | None
+    """Reason why the group is not complete. Null if it is."""
+    trajectories: list[TrajectoryAnswer]
+    sessions: list[SessionAnswer]
+    """Sessions that had begun and are not among the trajectories."""
+    generated_tokens: int
+    returned_tokens: int
+    seconds: float

@@ -22,6 +22,7 @@ from vllm_rollout.kernel.rules.terms_port import PartTerms, Pruning, pruning_of
 from vllm_rollout.kernel.rules.types import GroupStatus
 from vllm_rollout.parts.sessions.http.body import (
     GroupOverEvent,
+    PromptSessions,
     SegmentAnswer,
     SessionAnswer,
     SessionEvent,
@@ -263,19 +264,21 @@ class OpenGroup:
             )
         return self._read()
 
+    @property
+    def told_before(self) -> list[Event]:
+        """The events so far that matter now: ended sessions, sessions to begin, and the end of the group."""
+        told: list[Event] = [self._end_of(each) for each in self.race.sessions.values() if each.id in self.ended_s]
+        told += map(self._wanted, self.to_begin)
+        return told if self.seconds is None else [*told, self._over_event]
+
     async def _read(self) -> AsyncGenerator[Event, None]:
         queue: asyncio.Queue[Event | None] = asyncio.Queue(MAX_EVENTS)
-        told = [self._end_of(session) for session in self.race.sessions.values() if session.id in self.ended_s]
-        told += map(self._wanted, self.to_begin)
-        over = None if self.seconds is None else self._over_event
+        told, is_over = self.told_before, self.seconds is not None
         self._readers.append(queue)
         try:
             for event in told:
                 yield event
-            if over is not None:
-                yield over
-                return
-            while (waiting := await queue.get()) is not None:
+            while not is_over and (waiting := await queue.get()) is not None:
                 yield waiting
         finally:
             self._readers.remove(queue)
@@ -294,6 +297,22 @@ class OpenGroup:
             generated_tokens=sum(session.num_tokens for session in self.race.sessions.values()),
             returned_tokens=result.returned_tokens if over else 0,
             seconds=now_s - self.began_s if self.seconds is None else self.seconds,
+        )
+
+    def returned(self, prompt_id: str, prompt: dict[str, Any], now_s: float) -> PromptSessions:
+        """The group once it is over, for the prompt for which it was declared."""
+        answer, selected = self.answer(now_s), set(self.selected)
+        return PromptSessions(
+            prompt_id=prompt_id,
+            group_id=self.id,
+            prompt=prompt,
+            status=self.race.result.status,
+            reason=answer.reason,
+            trajectories=[self.trajectory(each) for each in self.race.sessions.values() if each.id in selected],
+            sessions=[session for session in answer.sessions if session.id not in selected],
+            generated_tokens=answer.generated_tokens,
+            returned_tokens=answer.returned_tokens,
+            seconds=answer.seconds,
         )
 
     def trajectory(self, session: Session) -> TrajectoryAnswer:

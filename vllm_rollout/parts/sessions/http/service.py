@@ -348,10 +348,10 @@ class SessionService:
         return self._group(group_id).answer(self._clock())
 
     def cancel(self, group_id: str) -> None:
-        """Stop a group's sessions and forget it. Raises: RequestError (409) for a group of a running round."""
+        """Stop a group's sessions and forget it. Raises: RequestError (409) for a watched group that runs."""
         group = self._group(group_id)
         if group.watcher is not None and not group.race.is_over:
-            raise _conflict(f"group {group_id!r} belongs to a round of a run, which ends it: leave that.")
+            raise _conflict(f"group {group_id!r} belongs to a round of a run or to a feed, which ends it: leave that.")
         self.defer(group)
         self._forget(group)
 

@@ -23,7 +23,6 @@ from vllm_rollout.parts.rounds.client import run_calls
 from vllm_rollout.parts.rounds.client.run_calls import PATIENCE_S, new_key
 from vllm_rollout.parts.rounds.http.answers import DeferredEvent, FilteredEvent
 from vllm_rollout.parts.rounds.with_sessions.http.answers import (
-    DeclaredEvent,
     ReturnedEvent,
     SessionRoundDoneEvent,
     SessionRoundEvent,
@@ -31,7 +30,7 @@ from vllm_rollout.parts.rounds.with_sessions.http.answers import (
 )
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, RunAgent, RunningGroup, Shared
 from vllm_rollout.parts.sessions.client.agents import MAX_CONCURRENT
-from vllm_rollout.parts.sessions.http.body import SessionEvent
+from vllm_rollout.parts.sessions.http.body import DeclaredEvent, SessionEvent
 
 _EVENT: TypeAdapter[SessionRoundEvent] = TypeAdapter(Annotated[SessionRoundEvent, Discriminator("type")])
 

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
 from vllm_rollout.kernel.http.answers import ErrorEvent
-from vllm_rollout.kernel.rules.types import GroupStatus
 from vllm_rollout.parts.rounds.http.answers import DeferredEvent, FilteredEvent, RoundEvent, RoundSummary
-from vllm_rollout.parts.sessions.http.body import SessionAnswer, SessionEvent, TrajectoryAnswer
-
-
-class SessionRoundGroup(BaseModel):
-    """A group that a round returns, with its prompt and its sessions."""
-
-    prompt_id: str
-    group_id: str
-    prompt: dict[str, Any] = {}
-    """The prompt as it was handed in."""
-    status: GroupStatus
-    reason: str | None
-    """Reason why the group is not complete. Null if it is."""
-    trajectories: list[TrajectoryAnswer]
-    sessions: list[SessionAnswer]
-    """Sessions that had begun and are not among the trajectories."""
-    generated_tokens: int
-    returned_tokens: int
-    seconds: float
+from vllm_rollout.parts.sessions.http.body import DeclaredEvent, PromptSessions, SessionEvent
 
 
 class SessionRoundSummary(RoundSummary):
@@ -44,22 +25,10 @@ class SessionRoundSummary(RoundSummary):
 
 class SessionRoundAnswer(SessionRoundSummary):
     object: Literal["session.round"] = "session.round"
-    groups: list[SessionRoundGroup]
+    groups: list[PromptSessions]
 
 
-class DeclaredEvent(BaseModel):
-    """The sessions of a prompt are to begin."""
-
-    type: Literal["declared"] = "declared"
-    prompt_id: str
-    group_id: str
-    to_begin: list[str]
-    """Ids of the prompt's sessions."""
-    prompt: dict[str, Any]
-    """The prompt as it was handed in, in this round or an earlier one."""
-
-
-class ReturnedEvent(SessionRoundGroup):
+class ReturnedEvent(PromptSessions):
     """A group is over, and the round returns it."""
 
     type: Literal["group"] = "group"

@@ -14,17 +14,7 @@ if TYPE_CHECKING:
 def check(request: RunRequest) -> None:
     """Check options for sessions. Raises: ValueError for fields that sessions do not have, or set themselves."""
     sessions: SessionOptions = request.sessions
-    for name in request.rollout_fields():
-        if name != "redundancy":
-            raise ValueError(
-                f"{name}: cannot be said of a run whose rounds consist of sessions: each turn says how it samples, "
-                f"and sessions takes {', '.join(type(sessions).model_fields)}. Leave {name} out here."
-            )
-    if request.redundancy is not None and not isinstance(request.redundancy, int):
-        raise ValueError(
-            f"redundancy: must be an integer for sessions, got {request.redundancy!r}: their lengths are not learned. "
-            "Say how many spare ones a prompt has in short rounds."
-        )
+    sessions.check_beside(request.rollout_fields(), "a run whose rounds consist of sessions")
     if request.resume:
         raise ValueError(
             "resume: must be false for sessions, got true: a deferred prompt's conversations begin anew, since "

@@ -22,15 +22,19 @@ from vllm_rollout.parts.rounds.http.live import Keep, LiveEvent, LiveRound, Spen
 from vllm_rollout.parts.rounds.http.stored import PlannedRound
 from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd
 from vllm_rollout.parts.rounds.with_sessions.http.answers import (
-    DeclaredEvent,
     ReturnedEvent,
     SessionRoundAnswer,
     SessionRoundDoneEvent,
     SessionRoundEvent,
-    SessionRoundGroup,
     UnstartedEvent,
 )
-from vllm_rollout.parts.sessions.http.body import SessionEvent, SessionGroupRequest, SessionOptions
+from vllm_rollout.parts.sessions.http.body import (
+    DeclaredEvent,
+    PromptSessions,
+    SessionEvent,
+    SessionGroupRequest,
+    SessionOptions,
+)
 from vllm_rollout.parts.sessions.http.groups import Event, OpenGroup
 from vllm_rollout.parts.sessions.http.service import TICK_S, SessionService
 
@@ -71,7 +75,7 @@ class SessionRound(LiveRound):
     prompts: Sequence[dict[str, Any]]
     """Prompts by position."""
     sessions: SessionService
-    before: Mapping[int, SessionRoundGroup] = field(default_factory=dict)
+    before: Mapping[int, PromptSessions] = field(default_factory=dict)
     """Groups that were complete when the round was interrupted, by position. If the round filters, their rewards
     differ."""
     _declared: list[Declared] = field(default_factory=list)
@@ -97,7 +101,7 @@ class SessionRound(LiveRound):
 
     def take_up(self, planned: PlannedRound) -> None:
         assert self.ended is not None
-        self.before = ended_before(planned, self.ended.version, SessionRoundGroup)
+        self.before = ended_before(planned, self.ended.version, PromptSessions)
 
     async def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:
         began_s = over_s = self.sessions.now_s()
@@ -259,33 +263,20 @@ class SessionRound(LiveRound):
 
     async def _returned(self, declared: Declared) -> ReturnedEvent:
         position, group = declared
-        answer, selected = group.answer(self.sessions.now_s()), set(group.selected)
-        event = ReturnedEvent(
-            prompt_id=self._prompt_id(position),
-            group_id=group.id,
-            prompt=self.prompts[position],
-            status=group.race.result.status,
-            reason=answer.reason,
-            trajectories=[group.trajectory(each) for each in group.race.sessions.values() if each.id in selected],
-            sessions=[session for session in answer.sessions if session.id not in selected],
-            generated_tokens=answer.generated_tokens,
-            returned_tokens=answer.returned_tokens,
-            seconds=answer.seconds,
-        )
-        told = SessionRoundGroup(**{name: getattr(event, name) for name in SessionRoundGroup.model_fields})
+        told = group.returned(self._prompt_id(position), self.prompts[position], self.sessions.now_s())
         await self._answered(position, told)
-        if event.status == "complete" and self.ended is not None:
+        if told.status == "complete" and self.ended is not None:
             self.ended.add(self.opened.all_entries[position].number, self._answers[position])
-        return event
+        return ReturnedEvent(**vars(told))
 
-    async def _returned_before(self, position: int, group: SessionRoundGroup) -> ReturnedEvent:
+    async def _returned_before(self, position: int, group: PromptSessions) -> ReturnedEvent:
         longest = max(trajectory.num_tokens for trajectory in group.trajectories)
         self.progress.ended_before(position, GroupEnd(True, False, longest))
         self.progress.rewarded(position, ())  # else it would not have been returned
         await self._answered(position, group)
         return ReturnedEvent(**vars(group))
 
-    async def _answered(self, position: int, group: SessionRoundGroup) -> None:
+    async def _answered(self, position: int, group: PromptSessions) -> None:
         self._answers[position] = await encode(group, group.generated_tokens)
 
     def spent(self) -> Spent:

@@ -1,0 +1,86 @@
+"""Prompts of a feed that wait for a place. Invariant: a prompt waits in its turn, once, or is deferred."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.protocol import Prompt
+
+
+class WaitingPrompt(NamedTuple):
+    turn: int
+    """Number of the prompt among all that were put."""
+    prompt: Prompt
+    num_bytes: int
+    """Size as JSON."""
+    is_long: bool = False
+    """True if it was deferred, and starts in a long batch."""
+
+    @classmethod
+    def of(cls, turn: int, prompt: Prompt, *, is_long: bool = False) -> WaitingPrompt:
+        return cls(turn, prompt, len(as_json(prompt)), is_long)
+
+
+class PromptQueue:
+    """Prompts that wait. Its length is their number, with deferred ones."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[WaitingPrompt] = deque()
+        self.deferred: list[WaitingPrompt] = []
+        """Prompts whose groups became too old, and that wait for a long batch."""
+        self.num_put = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.deferred)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in (*self.waiting, *self.deferred))
+
+    def checked(self, prompts: list[Prompt], running: Iterable[Prompt]) -> list[WaitingPrompt]:
+        """Prompts with ids and turns of their own. `running`: prompts whose groups were not taken yet.
+
+        Raises: RequestError (409) for an id that is in the feed.
+        """
+        alive = {each.prompt.id for each in (*self.waiting, *self.deferred)}
+        alive |= {each.id for each in running}
+        named = []
+        for position, prompt in enumerate(prompts):
+            name = str(self.num_put + position) if prompt.id is None else prompt.id
+            if name in alive:
+                raise RequestError(
+                    f"prompts.{position}.id: {name!r} is in this feed, and its group was not taken yet. Put it later, "
+                    "or under another id.",
+                    status=409,
+                    param=f"prompts.{position}.id",
+                )
+            alive.add(name)
+            named.append(WaitingPrompt.of(self.num_put + position, prompt.model_copy(update={"id": name})))
+        return named
+
+    def put(self, prompts: list[WaitingPrompt]) -> None:
+        """Add checked prompts."""
+        self.num_put += len(prompts)
+        self.waiting.extend(prompts)
+
+    def again(self, prompt: WaitingPrompt) -> None:
+        """Let a prompt wait in its turn."""
+        insort(self.waiting, prompt, key=lambda each: each.turn)
+
+    def start_long(self, num: int) -> None:
+        """Let the first `num` deferred prompts wait for places as long ones."""
+        for prompt in self.deferred[:num]:
+            self.again(prompt._replace(is_long=True))
+        del self.deferred[:num]
+
+    def clear(self) -> None:
+        self.waiting.clear()
+        self.deferred.clear()
+
+
+def as_json(prompt: Prompt) -> str:
+    return prompt.model_dump_json(exclude_none=True)

@@ -1,0 +1,1 @@
+"""Feeds whose candidates are sessions."""

@@ -1,0 +1,1 @@
+"""Feeds of agents, for trainers."""

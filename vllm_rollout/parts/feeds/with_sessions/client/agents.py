@@ -1,0 +1,151 @@
+"""Agents of a feed: one call of a user's function per session, in this process or in several.
+
+Invariant: once the harness stops, none of its calls runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import httpx
+from pydantic import Discriminator, TypeAdapter
+
+from vllm_rollout.background import cancel, cancelled
+from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError, event_data, parse
+from vllm_rollout.kernel.http.answers import ErrorEvent
+from vllm_rollout.parts.feeds.with_sessions.http.answers import HarnessEvent, SessionFeedEvent
+from vllm_rollout.parts.sessions.client.agent_group import RunAgent, RunningGroup, Shared
+from vllm_rollout.parts.sessions.client.agents import MAX_CONCURRENT
+from vllm_rollout.parts.sessions.http.body import DeclaredEvent, GroupOverEvent
+
+PATIENCE_S = 600.0
+"""Seconds for which a harness asks for events of a server that does not answer."""
+_EVENT: TypeAdapter[SessionFeedEvent | ErrorEvent] = TypeAdapter(
+    Annotated[SessionFeedEvent | ErrorEvent, Discriminator("type")]
+)
+
+
+class FeedGroup(RunningGroup):
+    """Runs the sessions of one group, which the feed has declared."""
+
+    async def run(self, to_begin: Iterable[str]) -> None:
+        """Run the group. The harness passes events to `hear`. Raises: what a function raised that is no Exception."""
+        try:
+            self._begin(to_begin)
+            over: GroupOverEvent = await self._is_over
+            await self._see_out(over.selected)
+        finally:
+            await self._left()
+
+
+class _Harness:
+    """Runs sessions of one feed."""
+
+    def __init__(self, its: Shared, feed_id: str) -> None:
+        self._its, self._path = its, f"/v1/feeds/{feed_id}/events?harness={uuid.uuid4().hex}"
+        self._groups: dict[str, FeedGroup] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._num_declared = 0
+        self._failed = asyncio.get_running_loop().create_future()
+        """Gets the exception of a group that ends the harness."""
+
+    async def run(self, patience_s: float) -> None:
+        """Run the sessions until the feed is deleted. Raises: RolloutError, and as `FeedGroup.run`."""
+        events = asyncio.create_task(self._listen(patience_s))
+        try:
+            await asyncio.wait({events, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            (self._failed if self._failed.done() else events).result()
+        finally:
+            await cancelled([events, *self._tasks.values()])
+            await cancelled(self._its.calls)
+
+    async def _listen(self, patience_s: float) -> None:
+        """Follow the events. A stream that breaks is opened again, and repeats what matters now."""
+        was_there, until = False, time.monotonic() + patience_s
+        while True:
+            try:
+                async for event in self._events():
+                    was_there, until = True, time.monotonic() + patience_s
+                    self._hear(event)
+            except (RolloutError, httpx.TransportError) as error:
+                status = getattr(error, "status", None)
+                if status == HTTPStatus.NOT_FOUND and was_there:
+                    return
+                if status not in (None, HTTPStatus.SERVICE_UNAVAILABLE) or time.monotonic() > until:
+                    raise
+            await self._its.client._sleep(POLL_INTERVAL_S)
+
+    async def _events(self) -> AsyncIterator[SessionFeedEvent]:
+        response = await self._its.client._open("GET", self._path)
+        async with aclosing(event_data(response)) as each:
+            async for data in each:
+                event = parse(_EVENT, data)
+                if isinstance(event, ErrorEvent):
+                    raise RolloutError.from_body(event.error)
+                yield event
+
+    def _hear(self, event: SessionFeedEvent) -> None:
+        if isinstance(event, HarnessEvent):
+            for id in self._tasks.keys() - event.groups:
+                cancel(self._tasks[id])
+        elif isinstance(event, DeclaredEvent):
+            if event.group_id not in self._groups:
+                self._declared(event)
+        elif (group := self._groups.get(event.group_id)) is not None:
+            group.hear(event)
+
+    def _declared(self, event: DeclaredEvent) -> None:
+        id, position, self._num_declared = event.group_id, self._num_declared, self._num_declared + 1
+        group = self._groups[id] = FeedGroup(self._its, position, event.prompt, id)
+        task = self._tasks[id] = asyncio.create_task(group.run(event.to_begin))
+        task.add_done_callback(lambda task: self._ended(id, task))
+
+    def _ended(self, id: str, task: asyncio.Task[None]) -> None:
+        del self._groups[id], self._tasks[id]
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+
+class AgentFeed:
+    """The methods of a feed whose candidates are sessions."""
+
+    async def run_agents(
+        self, run: RunAgent, *, max_concurrent: int = MAX_CONCURRENT, patience_s: float = PATIENCE_S
+    ) -> None:
+        """Call `run` once for each session of the feed, as `client.agents` does, until the feed is deleted.
+
+        A session whose call is cancelled has lost, or its group was stopped. `session.prompt` is the prompt with its
+        `id`. Several processes may do this for one feed, and share its groups. A process that is away for 30 seconds
+        loses its groups, whose prompts run again.
+
+        Args:
+            max_concurrent: calls of `run` at the same time. The others wait.
+            patience_s: seconds for which a server that does not answer is asked again.
+
+        Raises: RolloutError, 409 for a feed without sessions. ValueError if `max_concurrent` is less than 1.
+        """
+        its: Any = self  # an AsyncFeed
+        body = {"idle_timeout_s": (its.info.sessions or {}).get("idle_timeout_s")}
+        await _Harness(Shared(its._client, run, body, max_concurrent), its.id).run(patience_s)
+
+    @asynccontextmanager
+    async def agents(
+        self, run: RunAgent, *, max_concurrent: int = MAX_CONCURRENT, patience_s: float = PATIENCE_S
+    ) -> AsyncIterator[None]:
+        """Run agents beside a block, as `run_agents` does. The end of the block cancels them.
+
+        Raises: as `run_agents`, which ends the block.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                agents = tasks.create_task(self.run_agents(run, max_concurrent=max_concurrent, patience_s=patience_s))
+                yield
+                agents.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None

@@ -1,0 +1,1 @@
+"""Feeds of sessions in the API process."""
