@@ -18,7 +18,7 @@ started group. Each of them may be None: the part then hears nothing of it.
     GroupPart    ordered         before its candidates are launched
                  launching       another way to launch them
                  ended, graded   a candidate
-                 fields_of       the client is told of a candidate
+                 fields_of       the client is told of a candidate, or a part asks for its fields
                  launch_over     all candidates that were launched together have ended
                  restarted       all earlier reports are void
                  stopped         no reports follow
