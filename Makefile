@@ -44,7 +44,7 @@ help:
 	@echo "  make dev         before a commit: lint, and the tests that start no engine and are quick; three minutes on two cores"
 	@echo "  make test        install, fetch the test models, run the tests without an engine (but the thorough ones) and the"
 	@echo "                   engine tests of race, HTTP and in-process use; 12 minutes on two cores   ARGS='-k name'"
-	@echo "  make test-all    every test: make test, then make test-rest"
+	@echo "  make test-all    every test in one run; half an hour on two cores"
 	@echo "  make test-fast   the tests that start no engine and are not slow"
 	@echo "  make test-nightly  the tests without an engine in a random order, with random examples, in one process   SEED=7 repeats both"
 	@echo "  make without PART=drafts  lint and tests on a copy without that part, its folder and its tests; four minutes"
@@ -87,11 +87,9 @@ models: $(PACKAGE)
 demo: install models
 	$(VENV)/bin/vllm-rollout demo $(ARGS)
 
-# A newcomer runs these engine tests, and all that start no engine and try no thousands of cases. `make test-rest` has
-# the others, so that both together miss nothing.
+# A newcomer runs these engine tests, and all that start no engine and try no thousands of cases.
 ENGINE_BASICS := tests/engine/test_race.py tests/engine/test_server.py tests/engine/test_in_process.py
 TESTS_SEEN := $(CURDIR)/.pytest_cache/tests_seen
-WITHOUT_BASICS := $(ENGINE_BASICS:%=--ignore=%)
 # Two processes, each with half of the cores (tests/conftest.py). A file stays whole: its tests share an engine.
 IN_TWO := $(PY) -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -102,20 +100,14 @@ ifeq ($(strip $(ARGS)),)
 	VLLM_ROLLOUT_TESTS_SEEN=$(TESTS_SEEN) $(IN_TWO) -m "not engine and not thorough" tests
 	VLLM_ROLLOUT_TESTS_SEEN=$(TESTS_SEEN) $(IN_TWO) -m "not thorough" $(ENGINE_BASICS)
 	@echo "left out: $$(LC_ALL=C sort $(TESTS_SEEN) | LC_ALL=C sort -s -u -k 1.2 | grep -c '^-') tests;" \
-	  "make test-rest runs them, make test-all runs everything"
+	  "make test-all runs everything"
 else
 	$(PY) -m pytest -q $(ARGS)
 endif
 
-.PHONY: test-rest
-test-rest: install models
-	$(IN_TWO) -m "not engine and thorough" tests
-	$(PY) -m pytest -q -m thorough $(ENGINE_BASICS)
-	$(IN_TWO) tests/engine $(WITHOUT_BASICS)
-
 .PHONY: test-all
-test-all: test
-	@$(MAKE) --no-print-directory test-rest
+test-all: install models
+	$(IN_TWO) tests
 
 SEED := $(shell date +%s)
 

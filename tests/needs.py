@@ -18,10 +18,10 @@ TESTS = Path(__file__).parent
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "engine/test_audits.py": ("emulation", "pruning"),
-    "engine/test_data_parallel.py": ("moving", "pruning", "rounds"),
+    "engine/test_data_parallel.py": ("feeds", "moving", "pruning", "rounds"),
     "engine/test_drafts.py": ("drafts",),
     "engine/test_emulation.py": ("drafts", "emulation", "moving", "pruning", "rounds", "weights"),
-    "engine/test_feeds.py": ("drafts", "feeds", "pruning", "rewards", "rounds"),
+    "engine/test_feeds.py": ("drafts", "feeds", "pruning", "rewards", "rounds", "sessions"),
     "engine/test_front_ends.py": ("emulation", "front_ends", "pruning", "rounds"),
     "engine/test_gpu_check.py": ("drafts", "emulation", "moving", "pruning", "rounds", "shaping"),
     "engine/test_grpo.py": ("feeds", "pruning", "rewards"),
@@ -54,7 +54,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     ),
     "engine/test_server.py": ("pruning", "rewards"),
     "engine/test_session_rounds.py": ("emulation", "rounds", "sessions"),
-    "engine/test_sessions.py": ("emulation", "moving", "page", "rewards", "sessions", "shaping"),
+    "engine/test_sessions.py": ("emulation", "feeds", "moving", "page", "rewards", "sessions", "shaping"),
     "engine/test_shaping.py": ("page", "pruning", "rounds", "shaping"),
     "engine/test_soak.py": ("emulation", "moving", "page", "pruning", "rewards", "rounds", "sessions"),
     "engine/test_somebody_elses.py": ("in_process",),

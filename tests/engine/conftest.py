@@ -75,12 +75,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
             # By a signal: the test fails, its servers are stopped, and the run goes on.
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S, method="signal"))
-    items.sort(key=_shares_the_server)  # last: it ends with the session, and no other engine lives beside it
+    items.sort(key=_turn)
 
 
-def _shares_the_server(item: pytest.Item) -> bool:
-    shares = HERE in item.path.parents and "server" in getattr(item, "fixturenames", ())
-    return shares and not hasattr(item.module, "server")  # a module's own
+def _turn(item: pytest.Item) -> int:
+    """Engines of a module's own come first: they take longest, and short tests fill the other worker's time. The shared
+    server comes last: it ends with the session, and no other engine lives beside it."""
+    if HERE not in item.path.parents:
+        return 1
+    shares = "server" in getattr(item, "fixturenames", ()) and not hasattr(item.module, "server")
+    return 2 if shares else 0
 
 
 process.STOP_TIMEOUT_S = 120.0  # a server killed while it stops would not save its state

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.conftest import Server, race_joined, serve_command
 from tests.engine.run_rounds import VARIED, assert_groups_whole, make_run, play_out
+from vllm_rollout import RolloutClient
 from vllm_rollout.kernel.rules.other_requests import LATE_S
 
 NUM_RANKS = 2
@@ -23,7 +24,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     flags = ("--max-model-len", "1024", "--data-parallel-size", str(NUM_RANKS), "--max-num-queued-reqs", "64")
     flags += ("--dtype", "float32")  # in bfloat16 vLLM's attention for AMX ends a worker by SIGILL on some machines
     flags += ("--rollout-state", str(folder / "state"))
-    with Server(serve_command(tiny_model, *flags), folder / "server.log") as server:
+    with Server(serve_command(tiny_model, *flags), folder / "server.log", VLLM_SERVER_DEV_MODE="1") as server:
         yield server
 
 
@@ -160,3 +161,21 @@ def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(se
     response = server.http.post("/v1/rollouts", json=body)
     assert response.status_code == 503
     assert response.json()["error"]["message"]
+
+
+def test_a_feed_stops_its_groups_on_both_ranks_at_an_update_and_they_go_on(server: Server) -> None:
+    sampling = {"max_tokens": 900, "min_tokens": 900, "seed": 3}
+    terms = {"max_staleness": 1, "on_update": "stop", "on_stale": "defer", "sampling_params": sampling}
+    before = tokens_by_rank(server)
+    with RolloutClient(server.url) as client, client.feed(2, 4, id="ranks", **terms) as feed:
+        feed.put({"id": f"q{i}", "prompt_token_ids": [20 + i, 30, 40]} for i in range(4))
+        server.wait_until(
+            lambda: all(now > then + 20 for now, then in zip(tokens_by_rank(server), before, strict=True))
+        )
+        server.http.post("/update_weight_version", json={"new_version": "ranks-1"}).raise_for_status()
+        batch = feed.batch()
+    server.http.post("/update_weight_version", json={"new_version": "default"}).raise_for_status()
+    assert (sorted(group.prompt_id for group in batch.groups), batch.failed) == (["q0", "q1", "q2", "q3"], [])
+    for trajectory in (each for group in batch.groups for each in group.trajectories):
+        assert [span["version"] for span in trajectory.weight_versions][-1] == "ranks-1"
+        assert 0 < trajectory.num_resumed_tokens < trajectory.num_tokens == 900

@@ -3,6 +3,7 @@ at an update, ordinary requests beside them, and a server that is killed."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import LONG, Server, serve_command, with_other_weights
-from vllm_rollout import Feed, RolloutClient, RolloutError
+from vllm_rollout import AgentSession, AsyncRolloutClient, Feed, RolloutClient, RolloutError
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
 
 FLAGS = ["--max-model-len", "1024", "--max-num-seqs", "32", "--dtype", "float32", "--enable-rollout-drafts"]
@@ -122,6 +123,22 @@ def check_going_on(feed: Feed) -> None:
     feed.delete()
 
 
+def batch_of_agents(url: str) -> FeedBatch:
+    """The batch of a feed whose agent asks one question."""
+
+    async def run(session: AgentSession) -> float:
+        await session.chat([{"role": "user", "content": "hello"}], max_tokens=8)
+        return 1.0
+
+    async def train() -> FeedBatch:
+        feed_of = {"id": "agents", "sessions": {"cut_turn": "goes_on"}}
+        async with AsyncRolloutClient(url) as client, client.feed(2, 1, **feed_of) as feed, feed.agents(run):
+            await feed.put(prompts(500, 1))
+            return await feed.batch()
+
+    return asyncio.run(train())
+
+
 def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kill(
     start: Any, folders: list[str]
 ) -> None:
@@ -168,9 +185,14 @@ def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kil
         assert sorted(seen) == sorted(each["id"] for each in prompts(0, 48))
         client.give_weights(folders[2], "step-13")
         feed.put(prompts(200, 6))
+        agents = ThreadPoolExecutor(1).submit(batch_of_agents, server.url)
         with pytest.raises(RolloutError, match="weights with a new name"):
             feed.batch(timeout_s=5)
+        server.wait_until(lambda: server.http.get("/v1/feeds/agents").json().get("waits_for") == "weights")
         client.give_weights(folders[0], "step-14")
+        for_agents = agents.result()
+        assert ([each.status for each in for_agents.groups], for_agents.failed) == (["complete"], [])
+        assert "NaN or infinite" in for_agents.warnings[0]
         batch = feed.batch()
         assert (len(batch.groups), batch.failed) == (BATCH, [])
         assert "NaN or infinite" in batch.warnings[0]

@@ -31,6 +31,7 @@ OPEN_TO_THE_API_KEY = {
     ("POST", "/v1/feeds"),
     *((method, "/v1/feeds/{feed_id}") for method in ("GET", "DELETE")),
     *(("POST", f"/v1/feeds/{{feed_id}}/{name}") for name in ("prompts", "batches")),
+    ("GET", "/v1/feeds/{feed_id}/events"),
     ("POST", "/v1/groups"),
     *((method, "/v1/groups/{group_id:name}") for method in ("GET", "DELETE")),
     *(("GET", f"/v1/sessions/{name}") for name in ("events", "{session_id:name}")),

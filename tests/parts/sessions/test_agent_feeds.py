@@ -214,6 +214,26 @@ async def test_groups_whose_rewards_are_alike_make_room_for_others_and_void_ones
         assert (ids(batch), batch.filtered, [each.prompt_id for each in batch.failed]) == (["q2"], ["q1"], ["q0"])
 
 
+async def test_no_prompt_is_lost_by_weights_that_are_not_finite(url, turns) -> None:
+    update(turns, "bad")
+    calls: Counter[str] = Counter()
+
+    async def run(session: AgentSession) -> float:
+        calls[session.prompt["id"]] += 1
+        is_bad = turns.app.state.rollout_service.engine.weight_version == "bad"
+        await session.chat([{"role": "user", "content": "bad weights"} if is_bad else USER])
+        return 1.0
+
+    async with feed_at(url, batch=2) as feed, feed.agents(run):
+        await feed.put(prompts(2))
+        await eventually(lambda: live(turns).waits_for == "weights" and not live(turns).rule.running, 0.01)
+        before = calls.total()
+        update(turns, "good")
+        batch = await feed.batch()
+        assert (ids(batch), batch.failed, calls.total() - before) == (["q0", "q1"], [], 4)
+        assert "NaN or infinite" in batch.warnings[0]
+
+
 async def test_an_agent_that_brings_no_reward_delays_its_group_no_longer_than_a_session_may_be_idle(url, turns) -> None:
     async def run(session: AgentSession) -> float:
         await session.chat([USER], max_tokens=5)

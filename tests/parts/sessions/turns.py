@@ -21,6 +21,7 @@ from tests.parts.sessions.fakes import put
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.clients import ClientNamespaces, client_session
+from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.rewards.http.plan import RewardsPlan
@@ -92,6 +93,9 @@ class Turns:
     async def _generate(
         self, request: Request, turn: OpenTurn, tokens: list[int], asked: str, body: dict[str, Any]
     ) -> tuple[str, dict[str, Any]]:
+        if asked == "bad weights":
+            turn.group.saw_bad_weights = True
+            raise RequestError("JSON has no NaN")
         text, reason = f"so {asked}", "stop"
         if asked == "long":
             stop = self._stops[turn.group.engine_id, turn.index] = asyncio.Event()

@@ -148,6 +148,7 @@ async def heard(
         async for output, note in outputs:
             said.take(output)
             if output.finished and any(map(isnan, said.logprobs or ())):
+                turn.group.saw_bad_weights = True
                 service.leave(turn)  # vLLM answers with a 400, because JSON has no NaN: the turn does not count
             elif output.finished:
                 service.end(

@@ -175,6 +175,8 @@ class OpenGroup:
     seconds: float | None = None
     """Seconds that the group took. None while it runs."""
     watcher: Watcher | None = None
+    saw_bad_weights: bool = False
+    """True if a log probability of a turn was not a number."""
     is_counted: bool = False
     """True if the group is over and no turn of it runs any more."""
     ended_s: dict[str, float] = field(default_factory=dict)

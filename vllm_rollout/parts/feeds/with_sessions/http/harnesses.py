@@ -156,7 +156,7 @@ class SessionRunner:
             await watched.settled(sessions)
         finally:
             sessions.defer(its)
-            its.watcher = None
+            its.watcher, group.saw_bad_weights = None, its.saw_bad_weights
             del watched.harness.groups[its.id]
         answer = its.returned(prompt["id"], prompt, sessions.now_s())
         rewards = [each.reward for each in answer.trajectories if each.reward is not None]
