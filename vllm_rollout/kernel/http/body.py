@@ -6,11 +6,11 @@ Invariant: an unknown field is an error that names it, and every accepted value 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
 from operator import or_
 from types import GenericAlias
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -87,6 +87,9 @@ class Body(BaseModel):
 
 class PartFields(Body):
     """Fields of a rollout that a part adds: the face `fields` of parts."""
+
+    example: ClassVar[Mapping[str, Any]] = {}
+    """Some of them, in an example of a body."""
 
     def part_terms(self) -> dict[str, PartTerms]:
         """The terms of these fields, by part. Raises: PlanError that names the field as the body does."""

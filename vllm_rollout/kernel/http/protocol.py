@@ -162,7 +162,7 @@ class RolloutRequest(RolloutFields, StreamFields, fields.GroupFields):
                     "prompts": [{"id": "q1", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}],
                     "group_size": 8,
                     "redundancy": 8,
-                    "pruning": {"detection_length": 64, "keep_ratio": 0.5},
+                    **OfParts.example,
                     "sampling_params": {"temperature": 1.0, "max_tokens": 512},
                 },
                 {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
@@ -29,6 +30,11 @@ class Pruning(Body, PruningFields):
 @of_table
 class PrunedFields(PartFields, RolloutPruningFields):
     pruning: Pruning | None
+
+    example: ClassVar[Mapping[str, Any]] = {
+        **PartFields.example,
+        "pruning": {"detection_length": 64, "keep_ratio": 0.5},
+    }
 
     def part_terms(self) -> dict[str, PartTerms]:
         if self.pruning is None:
