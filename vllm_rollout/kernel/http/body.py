@@ -89,7 +89,7 @@ class PartFields(Body):
     """Fields of a rollout that a part adds: the face `fields` of parts."""
 
     example: ClassVar[Mapping[str, Any]] = {}
-    """Some of them, in an example of a body."""
+    """Some of them, in an example of a body. Only the first part has one there."""
 
     def part_terms(self) -> dict[str, PartTerms]:
         """The terms of these fields, by part. Raises: PlanError that names the field as the body does."""
