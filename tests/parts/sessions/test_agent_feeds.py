@@ -81,14 +81,10 @@ async def test_a_trainer_gets_batches_of_trajectories_while_agents_race(url, tur
             update(turns, f"step-{len(batches)}")
         assert ([len(batch.groups) for batch in batches], ids(*batches)) == ([2, 2, 1], [f"q{i}" for i in range(5)])
         for group in (group for batch in batches for group in batch.groups):
-            assert (group.status, group.born in range(3), group.prompt["data"]) == (
-                "complete",
-                True,
-                int(group.prompt_id[1:]),
-            )
-            assert [(each.reward, each.state, each.num_tokens) for each in group.trajectories] == [
-                (0.0, "finished", 10), (1.0, "finished", 10),
-            ]  # fmt: skip
+            assert (group.status, group.born in range(3)) == ("complete", True)
+            assert {"id": group.prompt_id, **group.prompt} == prompts(5)[group.prompt["data"]]
+            ends = sorted((each.reward, each.state, each.num_tokens) for each in group.trajectories)
+            assert ends == [(0.0, "finished", 10), (1.0, "finished", 10)]
             assert [each.state for each in group.sessions] == ["surplus"]
             assert all(sum(segment.mask) == 10 for each in group.trajectories for segment in each.segments)
         totals = (await feed.refresh()).totals
@@ -159,6 +155,24 @@ async def test_a_harness_whose_stream_breaks_keeps_its_groups(url, turns) -> Non
         goes_on.set()
         assert ids(await feed.batch()) == ["q0", "q1"]
     assert set(calls.values()) == {1}
+
+
+async def test_a_group_whose_call_fails_begins_again(url, turns, monkeypatch) -> None:
+    """One finish fails for good. Its session is void after a while, and another one takes its place."""
+    finish, failed = AgentSession.finish, []
+
+    async def failing(session: AgentSession, reward: float | None = None) -> Any:
+        if not failed:
+            failed.append(session.id)
+            raise RolloutError(500, "no answer", "InternalServerError")
+        return await finish(session, reward)
+
+    monkeypatch.setattr(AgentSession, "finish", failing)
+    async with feed_at(url, sessions={"idle_timeout_s": 0.2}) as feed, feed.agents(two_turns):
+        await feed.put(prompts(2))
+        batch = await feed.batch()
+        assert (ids(batch), batch.failed) == (["q0", "q1"], [])
+        assert failed[0] not in [each.id for group in batch.groups for each in group.trajectories]
 
 
 async def test_agents_of_a_group_that_became_too_old_are_cancelled(url, turns) -> None:

@@ -188,7 +188,7 @@ class RunningGroup:
     def _begin(self, ids: Iterable[str]) -> None:
         for id in ids:
             if id not in self._sessions:
-                session = AgentSession(self._client, id, self._prompt, len(self._sessions), self._its.calls)
+                session = AgentSession(self._client, id, self._prompt, _number(id), self._its.calls)
                 self._sessions[id], self._calls[id] = session, begin(self._call(session), self._its.calls)
 
     async def _call(self, session: AgentSession) -> None:
@@ -317,7 +317,7 @@ class RunningGroup:
         trajectory = answer if isinstance(answer, TrajectoryAnswer) else None
         return AgentResult(
             session_id=answer.id,
-            number=int(answer.id.rpartition(".")[2]) if session is None else session.number,
+            number=_number(answer.id),
             state=answer.state,
             reward=answer.reward,
             num_turns=answer.num_turns,
@@ -327,6 +327,11 @@ class RunningGroup:
             segments=None if trajectory is None else trajectory.segments,
             error=self._errors.get(answer.id),
         )
+
+
+def _number(id: str) -> int:
+    """Position of a declared session among those of its group, from 0."""
+    return int(id.rpartition(".")[2])
 
 
 def _unbegun(id: str) -> SessionAnswer:

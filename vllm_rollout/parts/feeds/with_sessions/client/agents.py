@@ -6,6 +6,7 @@ Invariant: once the harness stops, none of its calls runs on.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
@@ -24,6 +25,8 @@ from vllm_rollout.parts.sessions.client.agent_group import RunAgent, RunningGrou
 from vllm_rollout.parts.sessions.client.agents import MAX_CONCURRENT
 from vllm_rollout.parts.sessions.http.body import DeclaredEvent, GroupOverEvent
 
+logger = logging.getLogger(__name__)
+
 PATIENCE_S = 600.0
 """Seconds for which a harness asks for events of a server that does not answer."""
 _EVENT: TypeAdapter[SessionFeedEvent | ErrorEvent] = TypeAdapter(
@@ -35,7 +38,10 @@ class FeedGroup(RunningGroup):
     """Runs the sessions of one group, which the feed has declared."""
 
     async def run(self, to_begin: Iterable[str]) -> None:
-        """Run the group. The harness passes events to `hear`. Raises: what a function raised that is no Exception."""
+        """Run the group. The harness passes events to `hear`.
+
+        Raises: RolloutError, and what a function raised that is no Exception.
+        """
         try:
             self._begin(to_begin)
             over: GroupOverEvent = await self._is_over
@@ -52,43 +58,50 @@ class _Harness:
         self._groups: dict[str, FeedGroup] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_declared = 0
-        self._failed = asyncio.get_running_loop().create_future()
-        """Gets the exception of a group that ends the harness."""
+        self._reading: asyncio.Task[None] | None = None
+        """Reads the stream of events."""
+        self._heard_s: float | None = None
+        """Time of the last event, in monotonic seconds."""
+        self._end = asyncio.get_running_loop().create_future()
+        """Gets an exception that is meant for the whole program."""
 
     async def run(self, patience_s: float) -> None:
         """Run the sessions until the feed is deleted. Raises: RolloutError, and as `FeedGroup.run`."""
         events = asyncio.create_task(self._listen(patience_s))
         try:
-            await asyncio.wait({events, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-            (self._failed if self._failed.done() else events).result()
+            await asyncio.wait({events, self._end}, return_when=asyncio.FIRST_COMPLETED)
+            (self._end if self._end.done() else events).result()
         finally:
             await cancelled([events, *self._tasks.values()])
             await cancelled(self._its.calls)
 
     async def _listen(self, patience_s: float) -> None:
         """Follow the events. A stream that breaks is opened again, and repeats what matters now."""
-        was_there, until = False, time.monotonic() + patience_s
+        began_s = time.monotonic()
         while True:
+            self._reading = asyncio.create_task(self._read())
             try:
-                async for event in self._events():
-                    was_there, until = True, time.monotonic() + patience_s
-                    self._hear(event)
-            except (RolloutError, httpx.TransportError) as error:
-                status = getattr(error, "status", None)
-                if status == HTTPStatus.NOT_FOUND and was_there:
-                    return
-                if status not in (None, HTTPStatus.SERVICE_UNAVAILABLE) or time.monotonic() > until:
-                    raise
+                await asyncio.wait([self._reading])
+            finally:
+                await cancelled([self._reading])
+            error = None if self._reading.cancelled() else self._reading.exception()
+            status = getattr(error, "status", None)
+            if status == HTTPStatus.NOT_FOUND and self._heard_s is not None:
+                return
+            may_pass = isinstance(error, httpx.TransportError) or status in (None, HTTPStatus.SERVICE_UNAVAILABLE)
+            if error is not None and (not may_pass or time.monotonic() - (self._heard_s or began_s) > patience_s):
+                raise error
             await self._its.client._sleep(POLL_INTERVAL_S)
 
-    async def _events(self) -> AsyncIterator[SessionFeedEvent]:
+    async def _read(self) -> None:
         response = await self._its.client._open("GET", self._path)
         async with aclosing(event_data(response)) as each:
             async for data in each:
                 event = parse(_EVENT, data)
                 if isinstance(event, ErrorEvent):
                     raise RolloutError.from_body(event.error)
-                yield event
+                self._heard_s = time.monotonic()
+                self._hear(event)
 
     def _hear(self, event: SessionFeedEvent) -> None:
         if isinstance(event, HarnessEvent):
@@ -108,8 +121,13 @@ class _Harness:
 
     def _ended(self, id: str, task: asyncio.Task[None]) -> None:
         del self._groups[id], self._tasks[id]
-        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
-            self._failed.set_exception(error)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):  # its feed declares it again if it is not over
+            logger.warning("group %s of a feed begins again: %r", id, error)
+            if self._reading is not None:
+                self._reading.cancel()
+        elif error is not None and not self._end.done():
+            self._end.set_exception(error)
 
 
 class AgentFeed:
