@@ -7,7 +7,7 @@ from fastapi import FastAPI
 
 from tests.kernel.http.conftest import make_app
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.parts.feeds.test_feeds import TERMS, ids, make, put, take, update
+from tests.parts.feeds.test_feeds import ids, make, put, take, update
 from tests.parts.pruning.learning_steps import PRUNING
 from tests.parts.rewards.test_grading import FakeGraders
 from tests.support.waiting import eventually
@@ -49,9 +49,3 @@ async def test_deferred_prompts_run_again_with_pruning_and_rewards(app, http, en
     for group in batch["groups"]:
         assert [each["reward"] for each in group["trajectories"]] == [1.0, 0.0]
         assert group["candidates"] == []
-
-
-async def test_pruning_that_leaves_fewer_is_refused_when_the_feed_is_made(http) -> None:
-    pruning = {"detection_length": 8, "allow_fewer": True}
-    response = await http.post("/v1/feeds", json={"id": "a", **TERMS, "pruning": pruning})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "pruning.allow_fewer"), response.text

@@ -296,7 +296,6 @@ async def test_agents_end_with_their_feed(url, turns) -> None:
         ({"on_update": "recompute"}, "on_update"),
         ({"sessions": {"turns": 2}}, "sessions.turns"),
         ({"sessions": {"max_sessions": 1}}, "max_sessions"),
-        ({"sessions": {"pruning": {"detection_length": 8, "allow_fewer": True}}}, "sessions.pruning.allow_fewer"),
         ({"batch": 1024, "max_staleness": 3, "group_size": 32}, "batch"),
     ],
 )
