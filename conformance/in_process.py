@@ -23,7 +23,11 @@ NUM_STARTS = 5
 
 
 def watch(engine: Any) -> None:
-    """Record an engine client's requests in `engine.seen`: tokens, and how each ended (None if its reader left)."""
+    """Record an engine client's requests in `engine.seen`: tokens, their spans of weight versions, and how each ended
+    (None if its reader left).
+    """
+    from vllm_rollout.kernel.api.versions import weight_spans
+
     engine.seen, generate = [], engine.generate
 
     async def watched(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
@@ -32,6 +36,7 @@ def watch(engine: Any) -> None:
         async for output in generate(prompt, *args, **kwargs):
             (choice,) = output.outputs
             row |= {"tokens": len(choice.token_ids), "end": choice.finish_reason, "reason": choice.stop_reason}
+            row |= {"token_ids": list(choice.token_ids), "spans": [vars(each) for each in weight_spans(choice)]}
             yield output
 
     engine.generate = watched

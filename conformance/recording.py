@@ -21,12 +21,13 @@ MAX_KEPT = 200
 
 
 class Recorder:
-    """A proxy's URL, and the requests and statuses that passed through it."""
+    """A proxy's URL, and what passed through it: requests, statuses, and answers in JSON with their requests."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.requests: list[dict[str, Any]] = []
         self.statuses: list[int] = []
+        self.answers: list[tuple[dict[str, Any], Any]] = []
 
     def samples(self) -> list[dict[str, Any]]:
         """One request of each kind, for tests to replay."""
@@ -60,6 +61,12 @@ def shape(body: Any) -> str:
     return ""
 
 
+class Proxy(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    """With the default of 5, one of many connections at once waits a second before it is tried again."""
+
+
 @contextmanager
 def recording(url: str, timeout_s: float = 600.0) -> Iterator[Recorder]:
     """A proxy before the server at `url`, until the block ends."""
@@ -70,8 +77,8 @@ def recording(url: str, timeout_s: float = 600.0) -> Iterator[Recorder]:
 
             def _pass_on(self) -> None:
                 content = self.rfile.read(int(self.headers.get("content-length") or 0))
-                recorder.requests = [*recorder.requests, _entry(self.command, self.path, self.headers, content)]
-                recorder.requests = recorder.requests[-MAX_KEPT:]
+                request = _entry(self.command, self.path, self.headers, content)
+                recorder.requests = [*recorder.requests, request][-MAX_KEPT:]
                 headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
                 try:
                     with upstream.stream(self.command, self.path, headers=headers, content=content) as answer:
@@ -86,7 +93,12 @@ def recording(url: str, timeout_s: float = 600.0) -> Iterator[Recorder]:
                             self.send_header("content-length", length)  # SkyRL reads no body without it
                         self.send_header("connection", "close")  # the end of the body is the end of the connection
                         self.end_headers()
-                        for chunk in answer.iter_bytes():
+                        chunks: Iterable[bytes] = answer.iter_bytes()
+                        if answer.headers.get("content-type") == "application/json":
+                            content = answer.read()
+                            recorder.answers.append((request, json.loads(content)))
+                            chunks = [content]
+                        for chunk in chunks:
                             self.wfile.write(chunk)
                             self.wfile.flush()
                 except httpx.TransportError:
@@ -98,8 +110,7 @@ def recording(url: str, timeout_s: float = 600.0) -> Iterator[Recorder]:
             def log_message(self, *_: object) -> None:
                 pass
 
-        proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        proxy.daemon_threads = True
+        proxy = Proxy(("127.0.0.1", 0), Handler)
         recorder = Recorder(f"http://127.0.0.1:{proxy.server_port}")
         thread = threading.Thread(target=proxy.serve_forever, daemon=True)
         thread.start()

@@ -13,11 +13,15 @@ from areal.api import ModelRequest
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from areal.engine.vllm_remote import RemotevLLMEngine
 
+from conformance.areal.asynchronous import BATCH, GROUP_SIZE, train
+from conformance.asynchronous import FLAGS, make_versions, num_straddling
 from conformance.checks import REAL_MODEL, Kit, Server, Stopped, check, main
 from conformance.prime_rl import make_weights
 from conformance.recording import Recorder
 
 COMPAT = ("--rollout-compat", "areal")
+EXPERIMENT = ("e", "t")
+"""Names of the experiment and of the trial."""
 PROMPTS = [[1, *range(20 + n, 44 + n)] for n in range(4)]
 
 
@@ -89,6 +93,37 @@ def weights_come_out_of_a_folder_by_its_own_calls(kit: Kit) -> str:
     return "other tokens after it; the pause lasted until areal_continue_generation"
 
 
+@check("on")
+def asynchronous_training_goes_on_over_updates(kit: Kit) -> dict[str, Any]:
+    """AReaL's batches with a bound on staleness. Each update interrupts requests, which AReaL sends again."""
+    from transformers import AutoTokenizer
+
+    num_versions = 6
+    folders = make_versions(Path(kit.model_path()), kit.folder / "areal_versions", num_versions)
+    tokenizer = AutoTokenizer.from_pretrained(kit.model_path())
+    with engine(kit, kit.server(flags=(*COMPAT, *FLAGS))) as (areal, recorder):
+        groups = train(areal, EXPERIMENT, tokenizer, recorder.url, folders, kit.folder / "names")
+    assert len(groups) == num_versions * BATCH
+    answers = []
+    for group in groups:
+        assert len(group["input_ids"]) == GROUP_SIZE
+        for token_ids, mask, versions in zip(group["input_ids"], group["loss_mask"], group["versions"], strict=True):
+            is_sampled = mask.bool()
+            tokens = token_ids[is_sampled].tolist()
+            assert [token % num_versions + 1 for token in tokens] == versions[is_sampled].tolist()
+            answers.append(tokens)
+    reasons = [answer["choices"][0]["finish_reason"] for _, answer in recorder.answers if "choices" in answer]
+    straddling = num_straddling(answers, num_versions)
+    assert straddling > 0
+    return {
+        "detail": f"{len(answers)} answers of {len(groups)} groups came back from prepare_batch over {num_versions} "
+        f"updates, in {len(reasons)} requests, of which updates aborted {reasons.count('abort')}. {straddling} are of "
+        "several versions, and AReaL's own versions of their tokens are exact, because each request is sampled by one "
+        "version. /v1/completions has no weight_versions. No request has read KV of older weights",
+        "num_straddling": straddling,
+    }
+
+
 @check("stopped")
 def groups_have_no_way_in(kit: Kit) -> None:
     """AReaL sends a fixed set of fields, and sends an aborted request again."""
@@ -113,8 +148,9 @@ def meta_of(folder: Path) -> Any:
 def engine(kit: Kit, server: Server) -> Iterator[tuple[RemotevLLMEngine, Recorder]]:
     with kit.recording(server) as recorder:
         config = InferenceEngineConfig(
-            experiment_name="e", trial_name="t", backend="vllm:d1", max_concurrent_rollouts=8, pause_grace_period=0.1
-        )
+            experiment_name=EXPERIMENT[0], trial_name=EXPERIMENT[1], backend="vllm:d1", max_concurrent_rollouts=8,
+            pause_grace_period=0.1, consumer_batch_size=BATCH, max_head_offpolicyness=2,
+        )  # fmt: skip
         areal = RemotevLLMEngine(config)
         areal.initialize(addr=recorder.url.removeprefix("http://"), train_data_parallel_size=1)
         try:

@@ -19,6 +19,11 @@ from conformance.skyrl.agents import (  # noqa: F401 (checks, by their names her
     trajectories_are_those_of_stock_vllm,
     trajectories_of_a_group_race,
 )
+from conformance.skyrl.asynchronous import (  # noqa: F401
+    fully_async_answers_name_their_versions,
+    fully_async_training_goes_on_over_updates,
+    racing_generator_trains_fully_async,
+)
 
 typing.TypedDict = typing_extensions.TypedDict  # skyrl's own models need it on Python 3.11, or pydantic refuses them
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: E402

@@ -7,7 +7,9 @@ here as its client sends it. Its generation uses verifiers' own clients, which r
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.types import Response, SamplingConfig
 
-from conformance.checks import CAP, Kit, Server, assert_raced, check, main
+from conformance.asynchronous import EXPECTED_GAP, Span, assert_exact, make_versions, num_straddling
+from conformance.asynchronous import FLAGS as FLOAT32
+from conformance.checks import CAP, Kit, Server, assert_raced, check, main, metric
 from conformance.prime_rl import Admin, make_adapter, make_weights
 from conformance.recording import recording
 from conformance.verifiers.agents import (  # checks, by their names here
@@ -168,6 +172,61 @@ def prime_rl_sends_weights_in_a_folder(kit: Kit) -> str:
         "the tokens changed to those of stock vLLM after collective_rpc reload_weights of the same folder; one that is "
         f"not there yet is a 503, which prime-rl repeats; null (its NCCL broadcast) is a 400; {said}"
     )
+
+
+@check("on")
+def rollouts_go_on_over_updates_of_prime_rl(kit: Kit) -> dict[str, Any]:
+    """Groups race while prime-rl's calls update the weights. Their cache salt is the version of their start."""
+    model, num_versions, num_groups, num_rollouts = kit.model_path(), 5, 2, GROUP["rollout_num_candidates"]
+    folders = make_versions(Path(model), kit.folder / "prime_rl_versions", num_versions)
+    server = kit.server(flags=(*COMPAT, *FLOAT32))
+    sampling = {"max_tokens": CAP // 2, "min_tokens": 200, "extra_args": GROUP}
+
+    async def read_only_new_kv(get: Get, salt: str) -> None:
+        probe = {"content": "How much is it? " * 20, "temperature": 0, "max_tokens": 4}
+        salts: list[dict[str, str]] = [{"cache_salt": f"new {time.time()}"}, {}, {"cache_salt": salt}]
+        fresh, *others = [read(await get(model, **probe, **each)) for each in salts]
+        for ids, logprobs in others:
+            assert ids == fresh[0]
+            assert max(abs(a - b) for a, b in zip(logprobs, fresh[1], strict=True)) < EXPECTED_GAP
+
+    async def roll_out(get: Get, admin: Admin) -> Sequence[Response]:
+        running = []
+        for version, folder in enumerate(folders):
+            await asyncio.to_thread(admin.update_weights, folder)
+            await read_only_new_kv(get, str(version))
+            for group in range(num_groups):
+                content = f"{version} {group} {QUESTION}"
+                asked = [get(model, content, cache_salt=str(version), **sampling) for _ in range(num_rollouts)]
+                running += [asyncio.create_task(each) for each in asked]
+            while metric(server.url, "vllm:num_requests_running") < num_groups * num_rollouts:
+                await asyncio.sleep(0.05)
+        return await asyncio.gather(*running)
+
+    with kit.recording(server) as recorder, Admin(recorder.url) as admin:
+        found = with_client(train_config(recorder.url, model), lambda get: asyncio.wait_for(roll_out(get, admin), 300))
+    assert len(found) == num_versions * num_groups * num_rollouts
+    groups, answers = defaultdict(list), []
+    for request, answer in recorder.answers:
+        if "extra_args" in request.get("body", {}).get("sampling_params", {}):
+            (choice,) = answer["choices"]
+            groups[tuple(request["body"]["token_ids"])].append(choice["finish_reason"])
+            answers.append((choice["token_ids"], [Span(**span) for span in choice["weight_versions"]]))
+    assert len(groups) == num_versions * num_groups
+    for reasons in groups.values():
+        assert_raced(reasons, GROUP["rollout_group_size"])
+    versions = assert_exact(answers, num_versions)
+    assert len(versions) == num_versions, versions
+    straddling = num_straddling([token_ids for token_ids, _ in answers], num_versions)
+    assert straddling > 0
+    return {
+        "detail": f"pause with mode keep, update_weights, resume, {num_versions} times: {len(found)} rollouts came "
+        f"back, {GROUP['rollout_group_size']} of {num_rollouts} of each group by themselves or cut at {CAP // 2} "
+        f"tokens, the others stopped. {straddling} are of several versions: weight_versions name exactly those of each "
+        "token. verifiers' client drops them, and prime-rl gives its weights no name. Neither requests with the salt "
+        "of the new version nor those without one read KV of older weights",
+        "num_straddling": straddling,
+    }
 
 
 @check("replayed")

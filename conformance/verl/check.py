@@ -18,9 +18,11 @@ os.environ["VERL_USE_EXTERNAL_MODULES"] = "vllm_rollout.integrations.verl"  # be
 
 from conformance import gain
 from conformance.agents import TURNS
+from conformance.asynchronous import assert_exact, make_versions, num_straddling, sampled_by
 from conformance.checks import CAP, REAL_MODEL, Kit, assert_raced, check, main
 from conformance.in_process import assert_best, by_environment, ray_cluster, summary, watch
 from conformance.verl.agents import agents, overrides
+from conformance.verl.asynchronous import let_pause, names_its_versions, over_updates, spans_of
 from conformance.verl.rewards import compute_score_grades_as_it_is  # noqa: F401 (a check, by its name here)
 
 N = 4
@@ -384,6 +386,55 @@ def agents_with_a_tool_race(kit: Kit) -> dict[str, Any]:
         f"engine amid a turn, after {stopped} tokens of it",
         "generated_tokens": group["generated_tokens"],
         "returned_tokens": group["returned_tokens"],
+    }
+
+
+@check("on")
+def asynchronous_answers_come_back_over_updates(kit: Kit) -> dict[str, Any]:
+    """verl's asynchronous client with spare candidates. verl aborts all requests at each update."""
+    num_versions, num_groups = 5, 2
+    folders = make_versions(Path(kit.model_path()), kit.folder / "verl_versions", num_versions)
+    ours = (
+        "+actor_rollout_ref.rollout.custom.rollout_sessions=true",  # our client of the engine, which corrects spans
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_cls=vllm_rollout.Worker",
+    )
+
+    async def train() -> tuple[list[list[Any]], list[int], list[dict[str, Any]], bool]:
+        async with server_of(kit, SPARES, *ours) as server:
+            is_translated = await server.actor.__ray_call__.remote(let_pause)
+            client = server.client("FullyAsyncLLMServerClient")
+            answers, aborted = await asyncio.wait_for(over_updates(server, client, folders, num_groups), 600)
+            return answers, aborted, await server.seen(), is_translated
+
+    groups, aborted, seen, is_translated = asyncio.run(train())
+    answers = flat(groups)
+    assert len(answers) == num_versions * num_groups * N
+    assert all(answer.stop_reason in ("completed", "length") for answer in answers)
+    assert all(len(answer.token_ids) == len(answer.log_probs) > 0 for answer in answers)
+    assert all(aborted[1:]), aborted
+    spans = "vLLM has no weight_versions"
+    from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
+
+    if has(WEIGHT_SPANS):
+        versions = assert_exact([spans_of(row) for row in seen if row["tokens"]], num_versions)
+        assert len(versions) == num_versions, versions
+        spans = (
+            f"the engine's weight_versions, which verl drops, name exactly those of all tokens of {len(seen)} requests"
+        )
+    straddling = num_straddling([answer.token_ids for answer in answers], num_versions)
+    assert straddling > 0
+    for answer in answers:
+        assert names_its_versions(answer, num_versions), (
+            answer.extra_fields,
+            sampled_by(answer.token_ids, num_versions),
+        )
+    return {
+        "detail": f"{len(answers)} answers came back over {num_versions - 1} updates, which aborted {aborted[1:]} "
+        f"requests. {straddling} are of several versions. verl's min_global_steps and max_global_steps are those of "
+        f"the first and the last token, and {spans}. verl empties the prefix cache at each update: no request has read "
+        f"KV of older weights. {'An argument of the pause was translated (`let_pause`)' if is_translated else ''}",
+        "aborted": aborted[1:],
+        "num_straddling": straddling,
     }
 
 

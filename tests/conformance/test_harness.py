@@ -189,6 +189,7 @@ class Echo(BaseHTTPRequestHandler):
         answer = json.dumps({"path": self.path, "rank": self.headers.get("X-data-parallel-rank"), "got": body.decode()})
         self.send_response(418)
         self.send_header("x-told", "yes")
+        self.send_header("content-type", "application/json" if "json" in self.path else "text/plain")
         self.end_headers()
         self.wfile.write(answer.encode())
 
@@ -215,6 +216,9 @@ def test_a_recorder_changes_nothing_and_keeps_what_matters():
                 "body": {"n": 1, "x": [{"y": 1}]},
             }
         ]
+        assert recorder.answers == []
+        said = client.post(f"{recorder.url}/json", json={}).json()
+        assert recorder.answers == [(recorder.requests[-1], said)]
     upstream.shutdown()
     upstream.server_close()
 

@@ -19,11 +19,13 @@ import torch
 from tests.engine.conftest import V2, Server, paused, serve_command, with_other_weights
 from tests.support.reference import worst
 from vllm_rollout import RolloutClient
+from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, WEIGHT_SPANS, has
 
 pytestmark = pytest.mark.versions
 
 PROMPTS = [[(7 * i * (j + 1)) % 300 + 3 for i in range(70)] for j in range(2)]
 FLAGS = ["--max-model-len", "1024", "--max-num-seqs", "8", "--dtype", "float32"]
+FLAGS += ["--enable-scale-out"] if has(SCALE_OUT_FLAG) else []  # before, its endpoints are always there
 TOLERANCE = 1e-4
 """In nats: float32 here and there. Stale KV was off by up to 4.8."""
 
@@ -93,6 +95,33 @@ def test_what_begins_after_an_update_is_the_new_weights_own_and_what_runs_says_w
         assert worst(folders[0], PROMPTS[1], trajectory, old["end"]) < TOLERANCE
         assert worst(folders[0], PROMPTS[1], trajectory, old["end"] + 3) > TOLERANCE, "the boundary is exact"
         assert (old["version"], new["version"]) == ("old", "new")
+
+
+@pytest.mark.skipif(not has(WEIGHT_SPANS), reason="this vLLM has no spans")
+@pytest.mark.parametrize("pauses", [True, False])
+def test_a_request_without_our_fields_says_where_the_weights_changed_whose_trainer_names_none(
+    changing: Server, folders: list[str], pauses: bool
+) -> None:
+    sampling = {"max_tokens": 900, "ignore_eos": True, "logprobs": 0}
+    body = {"token_ids": PROMPTS[1], "sampling_params": sampling}
+    give(changing, folders[0])
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(changing.http.post, "/inference/v1/generate", json=body)
+        changing.wait_until(lambda: changing.num_in_engine >= 1 or running.done())
+        if pauses:
+            with paused(changing):
+                give(changing, folders[1])
+        else:
+            give(changing, folders[1])
+        answer = running.result().raise_for_status()
+    (choice,) = answer.json()["choices"]
+    old, new = choice["weight_versions"]
+    logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+    trajectory = {"token_ids": choice["token_ids"], "logprobs": logprobs}
+    assert old["version"] != new["version"]
+    assert 0 < old["end"] == new["start"] < new["end"] == 900
+    assert worst(folders[0], PROMPTS[1], trajectory, old["end"]) < TOLERANCE
+    assert worst(folders[0], PROMPTS[1], trajectory, old["end"] + 3) > TOLERANCE, "the boundary is exact"
 
 
 def update_under(server: Server, folders: list[str], num_tokens: int) -> None:

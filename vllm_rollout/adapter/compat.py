@@ -174,6 +174,8 @@ CONTRACT = (
     Fact("has", "vllm.v1.worker.gpu_worker.Worker", "reset_weights", since="0.32"),
     Fact("has", "vllm.entrypoints.serve.utils.api_utils", "cli_env_setup", until="0.32"),
     Fact("has", "vllm.v1.outputs.AsyncModelRunnerOutput", "get_kv_connector_output", since="0.33"),
+    Fact("has", "vllm.v1.engine.EngineCoreOutputs", "weight_version", since="0.32"),
+    Fact("has", CORE, "_attach_weight_version", since="0.32"),
     Fact(
         "takes",
         API_PROCESSES,

@@ -14,7 +14,10 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
+
+from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
 
 OWN_CALLS = "rollout_"
 """Prefix of our own worker's methods. None of them brings weights."""
@@ -40,7 +43,8 @@ def listen(model: nn.Module) -> None:
 
 
 def listen_to_calls() -> None:
-    """Let each engine core of this process look for new weights after every call that may bring some.
+    """Let each engine core of this process look for new weights after every call that may bring some, and name them in
+    its outputs.
 
     vLLM's utility calls reach an engine core by name, and none of them informs its scheduler. If workers are separate
     processes, the scheduler would learn of new weights from the first step computed with them, one step late.
@@ -49,6 +53,7 @@ def listen_to_calls() -> None:
         ("collective_rpc", _look),
         ("add_lora", _look_at_adapter),
         ("set_weight_version", _name),
+        *([("_attach_weight_version", _name_outputs)] if has(WEIGHT_SPANS) else ()),
     ):
         method = getattr(EngineCore, name)
         if not hasattr(method, "__wrapped__"):
@@ -84,6 +89,16 @@ def _name(core: EngineCore, name: str) -> None:
     if core.scheduler.weights.is_named_otherwise(name):  # they have come by a way that is not counted
         _count(core)
     core.scheduler.weights.name(name)
+
+
+def _name_outputs(core: EngineCore, outputs: dict[int, EngineCoreOutputs]) -> None:
+    """Name the weights that computed a step in its outputs. vLLM knows only names that a trainer gave, and only the
+    newest one.
+    """
+    weights = core.scheduler.weights
+    if weights.workers_count and weights.num_changes:
+        for each in outputs.values():
+            each.weight_version = weights.version(weights.sampling)
 
 
 def _count(core: EngineCore) -> None:

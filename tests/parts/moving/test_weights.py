@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
 from tests.parts.moving.moving_runs import Ranks
+from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
 from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 from vllm_rollout.parts.moving.core.moving import salt_to_move
@@ -430,3 +432,23 @@ def test_a_name_is_that_of_the_weights_that_came_last_or_tells_of_some_that_came
     assert (Changes.num, weights.version(2)) == (2, "two")
     core.collective_rpc("reload_weights")
     assert weights.version(3) == "3"
+
+
+@pytest.mark.skipif(not has(WEIGHT_SPANS), reason="this vLLM names no weights in outputs")
+def test_outputs_name_the_weights_that_computed_their_step(core):
+    core._weight_version = "vLLM's"
+
+    def named() -> str | None:
+        outputs = {0: EngineCoreOutputs()}
+        core._attach_weight_version(outputs)
+        return outputs[0].weight_version
+
+    assert named() == "vLLM's"
+    core.collective_rpc("reload_weights")
+    assert named() == "default", "the step in flight was computed before"
+    core.scheduler.weights.sampled_by(1)
+    assert named() == "1"
+    core.scheduler.weights.name("one")
+    assert named() == "one"
+    core.scheduler.weights.workers_count = False
+    assert named() == "vLLM's"
