@@ -26,7 +26,7 @@ from rich.progress import track
 
 from benchmarks.common import arguments_of, publish, record_of_run
 from benchmarks.tables import Row, columns
-from vllm_rollout.kernel.rules.types import Confidence
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, AuditUnit, draw_audit
 from vllm_rollout.parts.pruning.rules.learning import REPORT_WINDOW, Learning, Siblings
 from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan

@@ -70,6 +70,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "parts/pruning/test_left_out.py": ("sessions",),
     "parts/pruning/test_prompts.py": ("shaping",),
     "parts/pruning/test_quality_head_routes.py": ("moving", "rounds", "shaping"),
+    "parts/pruning/test_whole_groups.py": ("feeds", "rounds", "sessions"),
     "parts/rounds/test_earlier.py": ("sessions",),
     "parts/rounds/test_learning_runs.py": ("pruning", "shaping"),
     "parts/rounds/test_owners.py": ("feeds", "pruning", "sessions"),

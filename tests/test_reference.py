@@ -18,8 +18,7 @@ from docs_tools.stub import ANSWERS, PLACE, answers, stub
 from tests.test_docs import ROOT
 from vllm_rollout.cli import app
 from vllm_rollout.kernel.http.answers import RolloutEvent
-from vllm_rollout.kernel.rules.fields import ROWS
-from vllm_rollout.kernel.xargs import GRADING, NAMES, plan_from_xargs
+from vllm_rollout.kernel.xargs import ALL_ROWS, GRADING, NAMES, plan_from_xargs
 from vllm_rollout.parts.rounds.http.answers import RoundStreamEvent
 from vllm_rollout.parts.rounds.with_sessions.http.answers import SessionRoundEvent
 
@@ -79,7 +78,7 @@ def test_each_event_of_a_stream_is_named_with_its_fields_and_says_what_it_means(
 def test_each_field_among_the_xargs_has_a_row() -> None:
     _, _, text = page().partition("\n## Fields of the OpenAI endpoints\n")
     named = fields(text.partition("\n## ")[0])
-    flat = {NAMES[field] for field, row in ROWS.items() if set(row.doors) & http.DOORS.keys()}
+    flat = {NAMES[field] for field, row in ALL_ROWS.items() if set(row.doors) & http.DOORS.keys()}
     assert named == flat | GRADING.keys()
 
 

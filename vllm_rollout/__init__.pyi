@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 from vllm_rollout.kernel.client.client import AsyncClient, Client
 from vllm_rollout.kernel.client.connection import RolloutError
 from vllm_rollout.kernel.core.scheduler import make_scheduler as Scheduler
-from vllm_rollout.kernel.http.protocol import DualEndSelection, Pruning
+from vllm_rollout.kernel.http.protocol import DualEndSelection
 from vllm_rollout.kernel.http.reward_body import RewardOptions
 from vllm_rollout.kernel.worker.worker import RolloutWorker as Worker
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
@@ -20,6 +20,7 @@ from vllm_rollout.parts.in_process.with_pruning.api.learning import AsyncLearnin
 from vllm_rollout.parts.in_process.with_pruning.api.teaching import teach
 from vllm_rollout.parts.moving.client import AsyncRankCalls, RankCalls
 from vllm_rollout.parts.pruning.client import AsyncLearningCalls, LearningCalls, QualityHead
+from vllm_rollout.parts.pruning.http.fields import Pruning
 from vllm_rollout.parts.rounds.client.methods import AsyncRunCalls, RunCalls
 from vllm_rollout.parts.rounds.client.run import AsyncRun, Run
 from vllm_rollout.parts.rounds.with_sessions.client.agent_rounds import AgentRound, AgentRounds
@@ -33,11 +34,11 @@ class GroupOptions(TypedDict, total=False):
 
     early_stop: bool | str | None
     selection: str | Mapping[str, Any] | DualEndSelection | None
-    pruning: Mapping[str, Any] | Pruning | None
     migration: str | None
     scale_down: str | None
     on_engine_failure: str | None
     max_candidates: int | None
+    pruning: Mapping[str, Any] | Pruning | None
     sampling_params: Mapping[str, Any] | None
     reward: str | Mapping[str, Any] | RewardOptions | None
     include: Sequence[str] | None

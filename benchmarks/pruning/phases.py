@@ -19,7 +19,7 @@ from benchmarks.pruning.records import Record, Run
 from benchmarks.pruning.setup import Phase, Question, Sizes, evaluation_questions, learning_questions
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.http.answers import Candidate, Trajectory
-from vllm_rollout.kernel.rules.types import Confidence
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 
 TRAINING_QUIET_S = 3.0
 """Training counts as done when the head has not changed for this long."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_rollout.kernel.rules.types import CandidateState, Confidence, Signal
+from vllm_rollout.kernel.rules.types import CandidateState, Signal
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 
 Score = Literal["head", "mean", "lowest_window", "bottom_windows"]
 SCORES: tuple[Score, ...] = ("head", "mean", "lowest_window", "bottom_windows")

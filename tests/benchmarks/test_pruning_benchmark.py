@@ -31,7 +31,7 @@ from benchmarks.pruning.setup import PHASES, Sizes, evaluation_questions, learni
 from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.kernel.rules.types import Confidence
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 
 FAMILIES = {"families": ("arithmetic", "word_sum")}
 LEARNED = {"labels": 300, "learn_prompts": 4, "window": 100, "evaluate_prompts": 12, "vote_prompts": 3}

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_rollout.kernel import parts
-from vllm_rollout.kernel.part_terms import check_given, terms_of
+from vllm_rollout.kernel.part_terms import check_given, part_tables, terms_of
 from vllm_rollout.kernel.parts import WITHOUT, Part
-from vllm_rollout.kernel.rules import fields
 from vllm_rollout.kernel.rules.plan import GroupJoin, make_join, make_plan
 from vllm_rollout.kernel.rules.rows import Integer, PlanError, row
 from vllm_rollout.kernel.rules.terms_port import Origin, PartTerms, TermsPart, resumed_of, said_of
@@ -24,6 +23,10 @@ NAMES = {"ripe": "fruit.ripe", "picked": "fruit.picked"}
 class FruitFields:
     ripe: int = row(Integer(1, 9), "Days.")
     picked: int = row(Integer(0, 9), "Days.", default=0)
+
+
+class OtherFields(FruitFields):
+    """A table of no part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,13 @@ def test_candidates_carry_a_value_for_each_part_that_has_one():
     assert resumed_of(its, {**said, "silent": 1, "other": 2}, 5, 0.5) == {"fruit": "g 3 after 5, 0.5", "silent": 1}
 
 
+def test_tables_are_known_also_of_a_part_that_is_left_out(monkeypatch):
+    assert part_tables() == [FruitFields]
+    monkeypatch.setenv(WITHOUT, "fruit")
+    parts.parts.cache_clear()
+    assert part_tables() == [FruitFields]
+
+
 def test_a_field_whose_part_is_left_out_is_refused_with_a_remedy(monkeypatch):
     monkeypatch.setenv(WITHOUT, "fruit")
     parts.parts.cache_clear()
@@ -118,5 +128,5 @@ def test_a_field_whose_part_is_left_out_is_refused_with_a_remedy(monkeypatch):
     for asked in (lambda: fruit(), lambda: check_given(FruitFields, ["ripe"], NAMES)):
         with pytest.raises(PlanError, match=rf"fruit\.ripe: this server runs without the part 'fruit'\. {remedy}"):
             asked()
-    with pytest.raises(PlanError, match="detection_length: no part of this server reads it"):
-        terms_of(fields.PruningFields, {"detection_length": 8}, {})
+    with pytest.raises(PlanError, match="ripe: no part of this server reads it"):
+        terms_of(OtherFields, {"ripe": 8}, {})

@@ -2,10 +2,9 @@
 
 import pytest
 
-from vllm_rollout.kernel.rules.fields import ROWS
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan
 from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.kernel.xargs import NAMES, plan_from_xargs, rollout_xargs
+from vllm_rollout.kernel.xargs import ALL_ROWS, NAMES, plan_from_xargs, rollout_xargs
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 4}
 NULLS = ("rollout_num_candidates", "rollout_early_stop", "rollout_namespace")
@@ -81,4 +80,4 @@ def test_a_group_size_makes_the_request_a_member_of_a_shared_group(xargs, join):
 
 
 def test_fields_have_different_names_among_the_xargs():
-    assert len(set(NAMES.values())) == len(ROWS)
+    assert len(set(NAMES.values())) == len(ALL_ROWS)

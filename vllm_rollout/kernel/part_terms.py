@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import Any
 
 from vllm_rollout.kernel.parts import faces, faces_left_out
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.terms_port import PartTerms, TermsPart
+
+
+def part_tables() -> list[type]:
+    """Tables of fields that parts read, also of parts that are left out."""
+    return [part.table for _, part in chain(faces("terms"), faces_left_out("terms"))]
 
 
 def terms_of(table: type, fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, PartTerms]:

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vllm_rollout.kernel.part_terms import check_given, terms_of
-from vllm_rollout.kernel.rules.fields import PART_TABLES, PLAN_FIELDS, ROWS, PruningFields
+from vllm_rollout.kernel.part_terms import check_given, part_tables, terms_of
+from vllm_rollout.kernel.rules.fields import PLAN_FIELDS, ROWS
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, make_join, make_plan
-from vllm_rollout.kernel.rules.rows import Door, PlanError, rows
-from vllm_rollout.kernel.rules.terms_port import PartTerms
+from vllm_rollout.kernel.rules.rows import Door, PlanError, Row, rows
+from vllm_rollout.kernel.rules.terms_port import PartTerms, pruning_of
 
 PREFIX = "rollout_"
-NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row in ROWS.items()}
+PART_TABLES = part_tables()
+ALL_ROWS: Mapping[str, Row] = {**ROWS, **{field: row for table in PART_TABLES for field, row in rows(table).items()}}
+"""Rows of the kernel's fields and of those of parts, by field name."""
+NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row in ALL_ROWS.items()}
 """Name among the xargs, by field of a plan."""
-PRUNING_XARGS: Mapping[str, str] = {field: NAMES[field] for field in rows(PruningFields)}
 GRADING: Mapping[str, str] = {
     f"{PREFIX}reward": "Name of the reward by which the server grades the choices before it answers.",
     f"{PREFIX}data": "Data that the reward gets beside the text: a string of JSON, or a plain string or number.",
@@ -69,20 +71,20 @@ def turn_from_xargs(xargs: Mapping[str, object], named: str | None, *, n: int) -
     return TurnSaid(session, said.pop("last", False), said)
 
 
-def audit_ratio_from_xargs(xargs: Mapping[str, object], of_server: float) -> float:
+def audit_ratio_from_xargs(xargs: Mapping[str, object], plan: GroupPlan | GroupJoin, of_server: float) -> float:
     """Share of groups like the request's that are audited (`parts/pruning/rules/audit.py`).
 
     `of_server`: the server's ratio, for a request that learns but states none.
 
     Raises: PlanError.
     """
-    name, detection_length = NAMES["audit_ratio"], NAMES["detection_length"]
-    ratio, learns = xargs.get(name), xargs.get(detection_length) is not None
-    if ratio is None:
+    name, learns = NAMES["audit_ratio"], pruning_of(plan.parts) is not None
+    if (ratio := xargs.get(name)) is None:
         return of_server if learns else 0.0
     ratio = ROWS["audit_ratio"].read(ratio, name)
     if not learns:
-        raise PlanError(name, f"needs {detection_length}: without pruning nothing is learned that audits keep true.")
+        needed = f"{PREFIX}detection_length"
+        raise PlanError(name, f"needs {needed}: without pruning nothing is learned that audits keep true.")
     return float(ratio)
 
 
@@ -103,17 +105,17 @@ def _read(xargs: Mapping[str, object], door: Door) -> dict[str, Any]:
 
     Raises: PlanError if a field is unknown, has a value that is not allowed, or needs another field.
     """
-    allowed = {NAMES[field]: field for field, row in ROWS.items() if door in row.doors}
+    allowed = {NAMES[field]: field for field, row in ALL_ROWS.items() if door in row.doors}
     for key in xargs:
         if key not in allowed:
-            joins = any(NAMES[field] == key and "join" in row.doors for field, row in ROWS.items())
+            joins = any(NAMES[field] == key and "join" in row.doors for field, row in ALL_ROWS.items())
             problem = "needs rollout_group_size" if joins else "is not a field of this version"
             raise PlanError(key, f"{problem}; allowed here: {', '.join(allowed)}.")
     said = {field: xargs[key] for key, field in allowed.items() if xargs.get(key) is not None}
     said.pop("audit_ratio", None)
     for table in PART_TABLES:
         check_given(table, [field for field in rows(table) if field in said], NAMES)
-    return {field: ROWS[field].read(value, NAMES[field]) for field, value in said.items()}
+    return {field: ALL_ROWS[field].read(value, NAMES[field]) for field, value in said.items()}
 
 
 def _terms(said: Mapping[str, Any]) -> dict[str, PartTerms]:

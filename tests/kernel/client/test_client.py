@@ -36,7 +36,7 @@ from vllm_rollout.kernel.http.answers import (
     Trajectory,
     TrajectoryEvent,
 )
-from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, Prompt, Pruning, RolloutRequest
+from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
 
 FAST = {"backoff_s": 0.01}
 ENDLESS = {"min_tokens": 4000}
@@ -128,9 +128,10 @@ def test_prompts_of_no_known_form_are_type_errors(prompts, words):
 
 
 def test_every_argument_reaches_the_body():
+    of_parts: Any = {"pruning": {"detection_length": 5}} if "pruning" in RolloutRequest.model_fields else {}
     body = rollout_body(
         ["p"], 4, 2, early_stop=False, selection=DualEndSelection(dual_end=DualEnd(num_longest=2)),
-        pruning=Pruning(detection_length=5), sampling_params={"seed": 1}, include=["text", "stopped"],
+        **of_parts, sampling_params={"seed": 1}, include=["text", "stopped"],
         model="m", stream=True, stream_tokens=8, audit_ratio=0.1, audit_unit="group",
         migration="auto", scale_down="auto", on_engine_failure="retry", reward="math",
         max_candidates=64, order="prompts", priority=-1,

@@ -12,12 +12,9 @@ from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import LOOPS, Loop, TracedRun, assert_nothing_left
 from tests.support.dry_run import EOS_TOKEN
-from vllm_rollout.kernel.rules.fields import PlannedPruning
-from vllm_rollout.kernel.rules.plan import pruning_of
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.terms_port import PartTerms
-from vllm_rollout.kernel.rules.types import scores_of
-from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.kernel.rules.terms_port import PartTerms, Pruning, pruning_of
+from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 
 MAX_LENGTH = 60
 MIN_BLOCKS = 8
@@ -44,7 +41,7 @@ class GroupSpec(NamedTuple):
     """Terms of parts, by part."""
 
     @property
-    def plan(self) -> PlannedPruning | None:
+    def plan(self) -> Pruning | None:
         return pruning_of(self.parts)
 
     @property
@@ -182,27 +179,32 @@ def check_candidate(run: TracedRun, group: GroupSpec, sample: Sample, request_id
         assert group.is_pruned
         assert said == (FinishReason.ABORT, "pruned")
         assert sample.logit < 0
-        assert not scores_of(note.parts).assessment.keep
+        assert not assessment_of(note).keep
         assert run.num_tokens(request_id) == group.plan.detection_length
     else:
         assert note.state == "finished"
         assert run.num_tokens(request_id) == min(sample.length, group.max_tokens)
         assert said[0] == (FinishReason.LENGTH if sample.length > group.max_tokens else FinishReason.STOP)
     if group.plan is None:
-        assert scores_of(note.parts).assessment is None
+        assert assessment_of(note) is None
     else:
         check_assessment(run, group, sample, request_id)
+
+
+def assessment_of(note: EndingNote) -> Any:
+    """Decision of a part on a scored candidate. None: it was not scored."""
+    return next((said.assessment for said in note.parts.values() if hasattr(said, "assessment")), None)
 
 
 def check_assessment(run: TracedRun, group: GroupSpec, sample: Sample, request_id: str) -> None:
     """A candidate is judged at its detection length, if it goes on there."""
     note, num_tokens, length = run.note(request_id), run.num_tokens(request_id), group.plan.detection_length
-    if scores_of(note.parts).assessment is None:
+    if assessment_of(note) is None:
         assert num_tokens <= length
         return
-    assert scores_of(note.parts).assessment.score == sample.logit
+    assert assessment_of(note).score == sample.logit
     assert num_tokens >= length
-    assert scores_of(note.parts).assessment.keep or note.state == "pruned" or not group.is_pruned
+    assert assessment_of(note).keep or note.state == "pruned" or not group.is_pruned
 
 
 def check_group(group: GroupSpec, states: list[str]) -> None:

@@ -22,7 +22,7 @@ from tests.kernel.http.test_errors import JSON, check_error
 from tests.support.values import edges, wrong
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.fields import PART_TABLES, PLAN_FIELDS, ROWS, PruningFields
+from vllm_rollout.kernel.rules.fields import PLAN_FIELDS, ROWS
 from vllm_rollout.kernel.rules.plan import make_plan
 from vllm_rollout.kernel.rules.rows import (
     Door,
@@ -37,7 +37,14 @@ from vllm_rollout.kernel.rules.rows import (
     restored,
     rows,
 )
-from vllm_rollout.kernel.xargs import NAMES, audit_ratio_from_xargs, plan_from_xargs, turn_from_xargs
+from vllm_rollout.kernel.xargs import (
+    ALL_ROWS,
+    NAMES,
+    PART_TABLES,
+    audit_ratio_from_xargs,
+    plan_from_xargs,
+    turn_from_xargs,
+)
 
 APP = make_app(FakeEngine())
 MOST = 2 * MAX_GROUP_SIZE
@@ -167,13 +174,12 @@ def validate(body: type[BaseModel], said: dict[str, Any]) -> None:
 
 
 def own(said: Mapping[str, Any]) -> None:
-    audit_ratio_from_xargs(said, 0.0)
-    plan_from_xargs({"rollout_redundancy": 4, **said}, 4, max_candidates=MOST)
+    audit_ratio_from_xargs(said, plan_from_xargs({"rollout_redundancy": 4, **said}, 4, max_candidates=MOST), 0.0)
 
 
 def joining(said: Mapping[str, Any]) -> None:
-    audit_ratio_from_xargs(said, 0.0)
-    plan_from_xargs({"rollout_group_size": 4, "rollout_num_candidates": 8, **said}, 1, max_candidates=MOST)
+    plan = plan_from_xargs({"rollout_group_size": 4, "rollout_num_candidates": 8, **said}, 1, max_candidates=MOST)
+    audit_ratio_from_xargs(said, plan, 0.0)
 
 
 def turn(said: Mapping[str, Any]) -> None:
@@ -187,13 +193,15 @@ def flat_fields() -> list[tuple[Door, str]]:
     """Fields of each door, without those that no part here reads."""
     read = [part.table for _, part in faces("terms")]
     unread = {field for table in PART_TABLES if table not in read for field in rows(table)}
-    return [(door, field) for field, row in ROWS.items() if field not in unread for door in DOORS if door in row.doors]
+    return [
+        (door, field) for field, row in ALL_ROWS.items() if field not in unread for door in DOORS if door in row.doors
+    ]
 
 
 @pytest.mark.parametrize(("door", "field"), flat_fields())
 def test_a_flat_field_with_a_value_that_is_not_allowed_is_refused(door: Door, field: str) -> None:
-    name, kind = NAMES[field], ROWS[field].flat
-    others = {NAMES["detection_length"]: 8} if field in rows(PruningFields) or field == "audit_ratio" else {}
+    name, kind = NAMES[field], ALL_ROWS[field].flat
+    others = {NAMES["detection_length"]: 8} if field not in ROWS else {}
     for value in wrong_flat(kind):
         with pytest.raises(
             PlanError, match=f"^{re.escape(f'{name}: must be {kind.allowed}, got {value!r:.80}.')}"
@@ -210,10 +218,10 @@ def test_a_plan_checks_its_fields(field: str) -> None:
         assert error.value.field == field
 
 
-@pytest.mark.parametrize("field", ROWS)
+@pytest.mark.parametrize("field", ALL_ROWS)
 def test_a_flat_field_takes_the_ends_of_its_range(field: str) -> None:
-    for value in edges(ROWS[field].flat):
-        assert ROWS[field].read(value, field) == value
+    for value in edges(ALL_ROWS[field].flat):
+        assert ALL_ROWS[field].read(value, field) == value
 
 
 def wrong_flat(kind: Kind) -> list[Any]:
@@ -225,11 +233,6 @@ def wrong_flat(kind: Kind) -> list[Any]:
     ("field", "value"),
     [
         ("idle_timeout_s", 0),  # every session would be void
-        ("keep_ratio", 0),  # no candidate would be left
-        ("max_survival", 0),
-        ("min_survival", 0),  # a weight is one over it
-        ("target_positive_ratio", 0),  # odds of 0, and without a bound
-        ("target_positive_ratio", 1),
         ("tradeoff", 0),  # time without a price
     ],
 )

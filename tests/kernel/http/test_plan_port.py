@@ -78,9 +78,17 @@ async def test_a_part_hears_each_moment_in_the_documented_order(service: Rollout
     names: list[str] = []
     await run(service, Listening(names, lambda record: heard(GroupPart, names)()))
     before = ["choose", "check", "shape", "audit", "ready", "begun"]
-    candidates = ["ended", "fields_of"] * 3
-    group = ["ordered", "launching", *candidates, "stopped", "over", "decided", "keep", "account", "told"]
-    assert names == [*before, *group, "finished", "warn", "leave", "over", "close"]
+    group = ["ordered", "launching", *["ended"] * 3, "stopped", "over", "decided", "keep", "account", "told"]
+    assert names.count("fields_of") >= 3, "once for the client, and as often as parts ask"
+    assert [name for name in names if name != "fields_of"] == [
+        *before,
+        *group,
+        "finished",
+        "warn",
+        "leave",
+        "over",
+        "close",
+    ]
 
 
 async def test_rewards_of_a_finished_rollout_are_heard_by_the_parts_of_the_service(service: RolloutService) -> None:

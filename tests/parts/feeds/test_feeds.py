@@ -256,7 +256,6 @@ async def test_a_feed_is_made_once_and_deleted_with_its_groups(http, engine) -> 
         ({"filter": "zero_variance"}, "filter"),
         ({"redundancy": 100}, "redundancy"),
         ({"sampling_params": {"n": 2}}, "sampling_params.n"),
-        ({"pruning": {"detection_length": 8, "allow_fewer": True}}, "pruning.allow_fewer"),
         ({"prompts": []}, "prompts"),
     ],
 )

@@ -22,10 +22,11 @@ from tests.kernel.http.fake_engine import MODEL, FakeEngine, FakePart
 from tests.parts.pruning.reports import report_of
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Confidence
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.rules.advice import advise
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts, prompt_rows
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport

@@ -8,7 +8,7 @@ from vllm.v1.engine import FinishReason
 from tests.kernel.core import scheduler_runs
 from tests.kernel.core.scheduler_runs import End, TracedRun
 from tests.parts.pruning.steps import judge_of, pruned_by, said
-from vllm_rollout.kernel.rules.types import Assessment
+from vllm_rollout.parts.pruning.rules.assessment import Assessment
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan

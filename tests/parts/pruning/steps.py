@@ -9,9 +9,9 @@ from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import Scores
 from vllm_rollout.kernel.wire import EndingNote, RunnerReport
 from vllm_rollout.parts.memories.rules import Memories
+from vllm_rollout.parts.pruning.rules.assessment import Scores
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan

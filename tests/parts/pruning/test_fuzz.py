@@ -70,3 +70,9 @@ def test_openapi_says_what_every_field_of_a_vote_takes():
     schema = APP.openapi()["components"]["schemas"]["VoteRequest"]
     assert schema["additionalProperties"] is False
     assert all(field.get("description") or "$ref" in field for field in schema["properties"].values())
+
+
+def test_openapi_says_what_every_field_of_pruning_takes():
+    schema = APP.openapi()["components"]["schemas"]["Pruning"]
+    assert schema["additionalProperties"] is False
+    assert all(field.get("description") for field in schema["properties"].values())

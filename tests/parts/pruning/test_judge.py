@@ -13,7 +13,8 @@ from tests.parts.pruning.steps import group_terms
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import Assessment, CandidateId, Confidence
+from vllm_rollout.kernel.rules.types import CandidateId
+from vllm_rollout.parts.pruning.rules.assessment import Assessment, Confidence
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.learning import Learning
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Scoring

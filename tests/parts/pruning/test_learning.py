@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.parts.pruning.reports import report_of
-from vllm_rollout.kernel.rules.types import Assessment, Confidence
+from vllm_rollout.parts.pruning.rules.assessment import Assessment, Confidence
 from vllm_rollout.parts.pruning.rules.learning import REPORT_WINDOW, Learning, Siblings, label_weight
 from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT

@@ -31,7 +31,7 @@ from vllm_rollout.kernel.core.calls import answered, rollout_call
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, Confidence
+from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId
 from vllm_rollout.kernel.worker.worker import RolloutWorker
 from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
@@ -40,6 +40,7 @@ from vllm_rollout.parts.pruning.core import learning_calls, readings
 from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls, PruningCore
 from vllm_rollout.parts.pruning.core.readings import MAX_READINGS, Readings
 from vllm_rollout.parts.pruning.options import PruningOptions
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from vllm_rollout.kernel.rules.prompt_key import MAX_KEPT_BYTES, num_bytes
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
-from vllm_rollout.kernel.rules.types import Assessment, CandidateId, Confidence
+from vllm_rollout.kernel.rules.types import CandidateId
+from vllm_rollout.parts.pruning.rules.assessment import Assessment, Confidence
 from vllm_rollout.parts.pruning.rules.ledger import EntryKey, Ledger, LedgerEntry, Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.parts.pruning.reports import report_of
 from tests.parts.pruning.steps import new_memories
 from tests.parts.shaping.steps import lengths_of
-from vllm_rollout.kernel.rules.types import Confidence
 from vllm_rollout.parts.memories.rules import PROMPTS_PER_ROW, Memory
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS, MEMORY, OUTCOMES_PER_ROW, PruningMemory
 from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan

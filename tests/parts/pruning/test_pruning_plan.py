@@ -3,9 +3,9 @@ import pytest
 from tests.parts.pruning.steps import pruned_by
 from tests.support.values import wrong
 from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH
-from vllm_rollout.kernel.rules.fields import PruningFields
 from vllm_rollout.kernel.rules.plan import make_plan
 from vllm_rollout.kernel.rules.rows import PlanError, rows
+from vllm_rollout.parts.pruning.rules.fields import PruningFields
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
 
 
@@ -39,6 +39,20 @@ def test_what_is_out_of_range_is_named_with_its_value_and_what_is_allowed(field)
             make_pruning_plan({"detection_length": 8, field: value}, {field: f"pruning.{field}"})
         assert error.value.field == f"pruning.{field}"
         assert str(error.value).startswith(f"pruning.{field}: must be {takes.allowed}, got {value!r:.80}.")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("keep_ratio", 0),  # no candidate would be left
+        ("max_survival", 0),
+        ("min_survival", 0),  # a weight is one over it
+        ("target_positive_ratio", 0),  # odds of 0, and without a bound
+        ("target_positive_ratio", 1),
+    ],
+)
+def test_ends_of_a_range_with_which_nothing_could_be_done_are_not_in_it(field, value):
+    assert not rows(PruningFields)[field].takes.holds(value)
 
 
 CROSS = "min_survival must be at most pruning.max_survival, got {min_survival} and {max_survival}"

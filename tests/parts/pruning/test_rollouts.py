@@ -10,7 +10,7 @@ from tests.parts.pruning.learning_steps import DETECTION_LENGTH, PRUNING, body, 
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import TRIAL_LENGTHS
 from vllm_rollout.kernel.http.answers import EndedCandidate, RolloutAnswer
-from vllm_rollout.kernel.rules.fields import MAX_MIN_LABELS
+from vllm_rollout.parts.pruning.rules.fields import MAX_MIN_LABELS
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo

@@ -14,8 +14,8 @@ from tests.parts.pruning.scored_runs import add_group, assert_nothing_left, prun
 from tests.parts.pruning.steps import group_terms, judge_of, said, scores
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import Assessment, Confidence
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.pruning.rules.assessment import Assessment, Confidence
 from vllm_rollout.parts.pruning.rules.learning import Learning
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, Observation, PruningPlan

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from vllm_rollout.kernel.rules.types import Confidence
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, Observation
 from vllm_rollout.parts.pruning.wire import LastLogits, ScoreReport
 

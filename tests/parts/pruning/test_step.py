@@ -8,7 +8,8 @@ from tests.kernel.rules.group_steps import Run
 from tests.kernel.rules.test_step import assert_each_ends_once, cancels, races
 from tests.parts.pruning.steps import group_terms, said, steps_of
 from tests.support.steps import group_steps
-from vllm_rollout.kernel.rules.types import CandidateId, Confidence
+from vllm_rollout.kernel.rules.types import CandidateId
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, Observation, PruningPlan

@@ -12,8 +12,8 @@ from tests.kernel.test_wire import assert_note_arrives, assert_tag_arrives
 from tests.parts.pruning.steps import group_terms, said
 from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import Assessment, Confidence, Scores
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
+from vllm_rollout.parts.pruning.rules.assessment import Assessment, Confidence, Scores
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import SCORES

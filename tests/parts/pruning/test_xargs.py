@@ -5,11 +5,14 @@ import pytest
 from tests.kernel.test_xargs import assert_refused
 from tests.parts.pruning.steps import pruned_by
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan
-from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.kernel.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs
+from vllm_rollout.kernel.rules.rows import PlanError, rows
+from vllm_rollout.kernel.rules.terms_port import pruning_of
+from vllm_rollout.kernel.xargs import NAMES, audit_ratio_from_xargs, plan_from_xargs
+from vllm_rollout.parts.pruning.rules.fields import PruningFields
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 SPARE = {"rollout_redundancy": 4, "rollout_detection_length": 8}
+XARGS = [NAMES[field] for field in rows(PruningFields)]
 PRUNED_JOIN = {"rollout_group_id": "q", "rollout_group_size": 2, "rollout_num_candidates": 4}
 
 
@@ -66,13 +69,13 @@ def test_flat_fields_turn_pruning_on():
 
 @pytest.mark.parametrize("others", [{}, PRUNED_JOIN])
 def test_null_fields_of_pruning_mean_their_defaults(others):
-    nothing = others | dict.fromkeys(PRUNING_XARGS.values())
-    assert plan_from_xargs(nothing, 1, max_candidates=8).pruning is None
+    nothing = others | dict.fromkeys(XARGS)
+    assert pruning_of(plan_from_xargs(nothing, 1, max_candidates=8).parts) is None
     some = nothing | {"rollout_detection_length": 8, "rollout_allow_fewer": True}
-    assert plan_from_xargs(some, 1, max_candidates=8).pruning == PruningPlan(8, allow_fewer=True)
+    assert pruning_of(plan_from_xargs(some, 1, max_candidates=8).parts) == PruningPlan(8, allow_fewer=True)
 
 
-@pytest.mark.parametrize("name", [name for name in PRUNING_XARGS.values() if name != "rollout_detection_length"])
+@pytest.mark.parametrize("name", [name for name in XARGS if name != "rollout_detection_length"])
 @pytest.mark.parametrize("others", [{}, PRUNED_JOIN])
 def test_a_field_of_pruning_needs_the_detection_length(name, others):
     with pytest.raises(PlanError, match="needs rollout_detection_length, which turns pruning on") as error:
@@ -82,13 +85,18 @@ def test_a_field_of_pruning_needs_the_detection_length(name, others):
 
 @pytest.mark.parametrize("others", [SPARE, PRUNED_JOIN | {"rollout_detection_length": 8}])
 def test_what_learns_is_audited_as_it_says_or_as_the_server_does(others):
-    assert audit_ratio_from_xargs(others, 0.05) == 0.05
-    assert audit_ratio_from_xargs(others | {"rollout_audit_ratio": None}, 0.05) == 0.05
-    assert audit_ratio_from_xargs(others | {"rollout_audit_ratio": 0}, 0.05) == 0.0
-    assert audit_ratio_from_xargs(others | {"rollout_audit_ratio": 0.5}, 0.05) == 0.5
-    without = {key: value for key, value in others.items() if key != "rollout_detection_length"}
-    assert audit_ratio_from_xargs(without, 0.05) == 0.0
     n = 1 if "rollout_group_id" in others else 4
+    plan = plan_from_xargs(others, n, max_candidates=8)
+    for said, ratio in (
+        ({}, 0.05),
+        ({"audit_ratio": None}, 0.05),
+        ({"audit_ratio": 0}, 0.0),
+        ({"audit_ratio": 0.5}, 0.5),
+    ):
+        xargs = {f"rollout_{name}": value for name, value in said.items()}
+        assert audit_ratio_from_xargs(others | xargs, plan, 0.05) == ratio
+    without = {key: value for key, value in others.items() if key != "rollout_detection_length"}
+    assert audit_ratio_from_xargs(without, plan_from_xargs(without, n, max_candidates=8), 0.05) == 0.0
     assert plan_from_xargs(others | {"rollout_audit_ratio": 0.5}, n, max_candidates=8) == plan_from_xargs(
         others, n, max_candidates=8
     )
@@ -96,4 +104,4 @@ def test_what_learns_is_audited_as_it_says_or_as_the_server_does(others):
 
 def test_an_audit_ratio_needs_pruning():
     with pytest.raises(PlanError, match=r"^rollout_audit_ratio: needs rollout_detection_length"):
-        audit_ratio_from_xargs({"rollout_redundancy": 4, "rollout_audit_ratio": 0.1}, 0.05)
+        audit_ratio_from_xargs({"rollout_audit_ratio": 0.1}, GroupPlan(4, 4), 0.05)

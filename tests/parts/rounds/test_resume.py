@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -21,11 +20,13 @@ from tests.parts.pruning.steps import pruned_by
 from tests.parts.shaping.fakes import FakeShaping
 from vllm_rollout.kernel.http.ended import candidate_of, trajectory_of
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
+from vllm_rollout.kernel.http.plan_port import GroupRecord
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, CandidateState, Confidence, Ending, Scores
+from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateState, Ending
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording.file import read_trace
 from vllm_rollout.parts.pruning.http.plan import ScoredGroup
+from vllm_rollout.parts.pruning.rules.assessment import Assessment, Confidence, Scores
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import SCORES
 from vllm_rollout.parts.rounds.http import kept as kept_module
@@ -240,6 +241,7 @@ async def test_a_trace_has_whole_lengths(tmp_path: Path) -> None:
     assert read_trace(path).num_stopped > 0
 
 
+PLAIN = GroupRecord(0, "g", None, GroupPlan(1), 0.0, None, None)
 ASSESSMENT = Assessment("head", 0.5, 0.6, 0.25, True, 3, Confidence(3.0, 2.0, 2.5))
 
 
@@ -259,7 +261,7 @@ def end(index: int, state: CandidateState, num_tokens: int, **fields) -> Candida
 
 def test_candidates_are_read_as_they_were_kept():
     ends = [end(0, "deferred", 4), end(1, "failed", 9), end(2, "finished", 7), end(3, "deferred", 0)]
-    first, second, third = read_kept(keep(ends, 3))
+    first, second, third = read_kept(keep(ends, 3, PLAIN.fields_of))
     assert list(first.token_ids) == [0, 1, 2, 3]
     assert list(first.logprobs) == ends[0].logprobs  # exactly
     assert (first.whole, first.finish_reason, first.stop_reason) == (False, None, None)
@@ -269,13 +271,13 @@ def test_candidates_are_read_as_they_were_kept():
 
 
 def test_only_as_many_as_a_long_round_runs_are_kept():
-    assert len(read_kept(keep([end(i, "deferred", 3) for i in range(5)], 2))) == 2
+    assert len(read_kept(keep([end(i, "deferred", 3) for i in range(5)], 2, PLAIN.fields_of))) == 2
 
 
 def test_one_that_lost_a_tie_is_over_by_itself():
     tie = end(0, "surplus", 3)
     tie = replace(tie, ending=replace(tie.ending, ended_by_itself=True))
-    (kept,) = read_kept(keep([tie], 1))
+    (kept,) = read_kept(keep([tie], 1, PLAIN.fields_of))
     assert (kept.whole, kept.finish_reason, kept.stop_reason) == (True, "stop", None)
     said = [candidate_of(each, frozenset({"stopped"}), {}) for each in (tie, end(1, "surplus", 3))]
     assert [candidate.ended_by_itself for candidate in said] == [True, False]
@@ -285,11 +287,13 @@ def test_one_that_lost_a_tie_is_over_by_itself():
 def test_survival_is_not_forgotten(mode, expected):
     plan = PruningPlan(2, mode=mode)
     judged = end(0, "deferred", 4, parts=SCORES.value(Scores(ASSESSMENT, None)), survival_before=0.5)
-    (kept,) = read_kept(keep([judged], 1, stops=mode == "active"))
+    record = GroupRecord(0, "g", None, GroupPlan(1, parts=pruned_by(plan)), 0.0, None, None)
+    record.parts = [ScoredGroup(None, record, None, 0)]
+    (kept,) = read_kept(keep([judged], 1, record.fields_of))
     assert kept.survival_probability == expected
     later = end(0, "finished", 9, survival_before=kept.survival_probability)
-    record = SimpleNamespace(plan=GroupPlan(1, parts=pruned_by(replace(plan, mode="shadow"))))
-    fields = ScoredGroup(None, record, None, 0).fields_of(later, selected=True)
+    record.plan = GroupPlan(1, parts=pruned_by(replace(plan, mode="shadow")))
+    fields = record.fields_of(later, selected=True)
     trajectory = trajectory_of(later, frozenset({"logprobs"}), fields)
     assert trajectory.survival_probability == trajectory.inclusion_probability == expected
 
@@ -303,7 +307,7 @@ async def test_the_engine_hears_with_what_probability_each_was_kept():
             return
             yield
 
-    kept = read_kept(keep([end(0, "deferred", 4, survival_before=0.25), end(1, "deferred", 2)], 2))
+    kept = read_kept(keep([end(0, "deferred", 4, survival_before=0.25), end(1, "deferred", 2)], 2, PLAIN.fields_of))
     prompt = PreparedPrompt("q", [1], None, 50)
     order = GroupOrder("g", GroupPlan(3), prompt, "q")
     async for _ in ResumedGroup(kept, Deaf(), order, want_text=False).events():
@@ -313,8 +317,8 @@ async def test_the_engine_hears_with_what_probability_each_was_kept():
 
 def test_what_is_too_much_is_not_kept(monkeypatch):
     monkeypatch.setattr(kept_module, "MAX_KEPT_BYTES", 600)
-    assert keep([end(0, "deferred", 20)], 1) is not None
-    assert keep([end(0, "deferred", 60)], 1) is None
+    assert keep([end(0, "deferred", 20)], 1, PLAIN.fields_of) is not None
+    assert keep([end(0, "deferred", 60)], 1, PLAIN.fields_of) is None
 
 
 def test_a_token_takes_a_few_bytes():
@@ -323,7 +327,7 @@ def test_a_token_takes_a_few_bytes():
     candidate = replace(
         end(0, "deferred", 0), token_ids=[(7919 * i) % 49_152 for i in range(20_000)], logprobs=logprobs
     )
-    assert 5 < len(keep([candidate], 1)) / 20_000 < 9
+    assert 5 < len(keep([candidate], 1, PLAIN.fields_of)) / 20_000 < 9
 
 
 GOOD = [False, False, array("i", [1]).tobytes(), None, [["v", 0, 1]], None, None, None, 1.0]

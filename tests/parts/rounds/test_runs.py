@@ -126,7 +126,7 @@ async def test_a_run_is_made_once(http: httpx.AsyncClient) -> None:
     ({"prompt_speculation": 17}, "prompt_speculation"), ({"response_speculation": "x"}, "response_speculation"),
     ({"queue_order": "last"}, "queue_order"), ({"id": "a/b"}, "id"), ({"id": ""}, "id"), ({"filter": "all"}, "filter"),
     ({"redundancy": 2, "response_speculation": 1.5}, "response_speculation"), ({"model": "another"}, "model"),
-    ({"pruning": {"detection_length": 4, "allow_fewer": True}}, "pruning.allow_fewer"), ({"resume": 1}, "resume"),
+    ({"resume": 1}, "resume"),
     ({"sampling_params": {"temprature": 1}}, "sampling_params.temprature"), ({"stream": True}, "stream"),
     ({"selection": {"dual_end": {"num_longest": 2}}}, "selection.dual_end.num_longest"),
     ({"prompts_per_round": 16_384}, "prompts_per_round"),
@@ -275,7 +275,6 @@ async def test_a_round_that_is_given_up_puts_its_prompts_back(http: httpx.AsyncC
     ({"prompts": prompts(0, 6), "filter": "zero_variance"}, "stream: a round that filters needs true"),
     ({"prompts": prompts(0, 6), "group_size": 3}, "group_size"),
     ({"prompts": prompts(0, 6), "sampling_params": {"seed": "x"}}, "sampling_params.seed"),
-    ({"prompts": prompts(0, 6), "pruning": {"detection_length": 4, "allow_fewer": True}}, "pruning.allow_fewer"),
 ])  # fmt: skip
 async def test_a_round_that_is_refused_takes_nothing(http: httpx.AsyncClient, body: dict, words: str) -> None:
     before = await make(http)

@@ -353,7 +353,6 @@ async def test_a_round_that_had_enough_when_it_was_interrupted_is_over_at_once(a
         ({"redundancy": "auto", "response_speculation": None}, "redundancy: must be an integer for sessions"),
         ({"sessions": {"reward": "nobody"}}, "nobody"),
         ({"sessions": {"max_sessions": 2}}, "must be at least group_size + redundancy (3), got 2"),
-        ({"sessions": {"pruning": {"detection_length": 4, "allow_fewer": True}}}, "sessions.pruning.allow_fewer"),
         ({"sessions": {"turns": 4}}, "sessions.turns: is not a field"),
         ({"prompts_per_round": 10_000}, "prompts_per_round: open groups may have 65536 sessions, got 15000 prompts"),
     ],

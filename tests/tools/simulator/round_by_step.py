@@ -13,7 +13,8 @@ from tests.support.steps import group_steps
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import Confidence, Ending
+from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.pruning_plan import Observation
 from vllm_rollout.parts.pruning.rules.step import PRUNING
 from vllm_rollout.parts.rounds.rules.race import RacePlace

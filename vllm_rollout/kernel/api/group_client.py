@@ -51,11 +51,11 @@ from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name
 from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.selection import conclude
-from vllm_rollout.kernel.rules.terms_port import Origin, TermsPart, said_of
+from vllm_rollout.kernel.rules.terms_port import Origin, TermsPart, pruning_of, said_of
 from vllm_rollout.kernel.rules.types import Ending, GroupResult
 from vllm_rollout.kernel.wire import TAG_KEY
 from vllm_rollout.kernel.xargs import (
-    PRUNING_XARGS,
+    NAMES,
     audit_ratio_from_xargs,
     plan_from_xargs,
     rollout_xargs,
@@ -119,11 +119,11 @@ class GroupClient(CandidateClient):
         refuse_on_open_path(xargs)
         try:
             plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
-            audit_ratio = audit_ratio_from_xargs(xargs, ServeOptions.of(self.vllm_config).audit_ratio)
+            audit_ratio = audit_ratio_from_xargs(xargs, plan, ServeOptions.of(self.vllm_config).audit_ratio)
         except PlanError as error:
             raise self._invalid(error.field, str(error)) from error
-        if plan.pruning is not None and (refusal := pruning_refusal(self.vllm_config)) is not None:
-            field = PRUNING_XARGS["detection_length"]
+        if pruning_of(plan.parts) is not None and (refusal := pruning_refusal(self.vllm_config)) is not None:
+            field = NAMES["detection_length"]
             raise self._invalid(field, f"{field}: {refusal}")
         params = copy(sampling_params)
         params.extra_args = {key: value for key, value in extra_args.items() if key not in xargs}

@@ -85,8 +85,9 @@ def _plain(value: Any) -> Any:
 
 
 def takes_options(known: type, body: type[BaseModel]) -> Callable[[Method], Method]:
-    """Decorator: signature and help of a method with `**options` show the known options, as the body describes them."""
-    fields = {name: body.model_fields[name] for name in known.__annotations__}
+    """Decorator: signature and help of a method with `**options` show those known options that the body
+    describes."""
+    fields = {name: its for name in known.__annotations__ if (its := body.model_fields.get(name)) is not None}
 
     def decorate(method: Method) -> Method:
         described = signature(method)

@@ -24,8 +24,9 @@ from vllm_rollout.kernel.rules.plan import GroupJoin, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import digest_of, joined_id
 from vllm_rollout.kernel.rules.rewards import EVERYBODY, AnswerName, request_name
+from vllm_rollout.kernel.rules.terms_port import pruning_of
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.kernel.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
+from vllm_rollout.kernel.xargs import NAMES, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -75,13 +76,13 @@ class Joining:
         try:
             join = plan_from_xargs(fields, 1, max_candidates=self._max_candidates)
             assert isinstance(join, GroupJoin), "rollout_group_size joins"
-            join = join.with_audits(audit_ratio_from_xargs(fields, self._audit_ratio))
+            join = join.with_audits(audit_ratio_from_xargs(fields, join, self._audit_ratio))
         except PlanError as error:
             raise JoinRefused(str(error)) from error
         if (reason := too_long(request.request_id)) is not None:
             raise JoinRefused(f"request_id: {reason}")
-        if join.pruning is not None and (reason := self._scoring_refusal()) is not None:
-            raise JoinRefused(f"{PRUNING_XARGS['detection_length']}: {reason}")
+        if pruning_of(join.parts) is not None and (reason := self._scoring_refusal()) is not None:
+            raise JoinRefused(f"{NAMES['detection_length']}: {reason}")
         if self._config.parallel_config.data_parallel_size > 1:
             logger.warning_once(
                 "vllm_rollout: with data_parallel_size %d siblings meet on one rank only. Send those of a group with "

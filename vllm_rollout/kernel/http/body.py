@@ -6,11 +6,11 @@ Invariant: an unknown field is an error that names it, and every accepted value 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
 from operator import or_
 from types import GenericAlias
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -27,6 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_rollout.kernel.http.renamed import remedy_for
 from vllm_rollout.kernel.rules.rows import Either, Flag, Integer, Kind, Names, Number, Object, Several, rows
+from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.kernel.xargs import PREFIX
 
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
@@ -82,6 +83,22 @@ class Body(BaseModel):
                         },
                     )
         return value
+
+
+class PartFields(Body):
+    """Fields of a rollout that a part adds: the face `fields` of parts."""
+
+    example: ClassVar[Mapping[str, Any]] = {}
+    """Some of them, in an example of a body. Only the first part has one there."""
+
+    def part_terms(self) -> dict[str, PartTerms]:
+        """The terms of these fields, by part. Raises: PlanError that names the field as the body does."""
+        return {}
+
+    @property
+    def allows_fewer_by(self) -> str | None:
+        """Field by which a group may be complete with fewer than `group_size` trajectories. None: there is none."""
+        return None
 
 
 def _place_of(name: str, known: Sequence[str]) -> str | None:

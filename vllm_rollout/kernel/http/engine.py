@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import Assessment, Ending, RankCounts, is_too_late, scores_of
+from vllm_rollout.kernel.rules.types import Ending, RankCounts, is_too_late
 
 Kind = TypeVar("Kind")
 
@@ -159,11 +159,6 @@ class CandidateEnd:
     """Probability with which it was kept in earlier rounds."""
     error: str | None = None
     """The error, if it failed for a known reason."""
-
-    @property
-    def assessment(self) -> Assessment | None:
-        """None if never scored: without pruning, or because it ended before `detection_length`."""
-        return scores_of(self.parts).assessment
 
     @property
     def group_lost(self) -> bool:

@@ -18,7 +18,7 @@ started group. Each of them may be None: the part then hears nothing of it.
     GroupPart    ordered         before its candidates are launched
                  launching       another way to launch them
                  ended, graded   a candidate
-                 fields_of       the client is told of a candidate
+                 fields_of       the client is told of a candidate, or a part asks for its fields
                  launch_over     all candidates that were launched together have ended
                  restarted       all earlier reports are void
                  stopped         no reports follow
@@ -105,11 +105,20 @@ class GroupRecord:
     """Indices of candidates that must not count."""
     is_cut: bool = False
     """True if its round goes on without this group."""
+    parts: Sequence[GroupPart] = ()
+    """Objects of parts, in the order in which they hear."""
 
     def rewards_of(self, indices: Iterable[int]) -> dict[int, float | None]:
         """Rewards by candidate index. None if there is none, or if the client left before it came."""
         grades = {index: self.grades.get(index) for index in indices}
         return {index: None if grade is None else grade.reward for index, grade in grades.items()}
+
+    def fields_of(self, end: CandidateEnd, *, selected: bool = False) -> dict[str, Any]:
+        """Fields of an answer about a candidate that follow from the group's plan, or that parts add."""
+        fields: dict[str, Any] = {"inclusion_probability": 1.0} if selected and self.plan.returns_all else {}
+        for part in self.parts:
+            fields |= part.fields_of(end, selected=selected)
+        return fields
 
 
 @dataclass(slots=True)

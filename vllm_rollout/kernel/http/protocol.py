@@ -5,7 +5,8 @@ Invariant: an unknown field is an error that names it, and what is accepted can 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     ConfigDict,
@@ -14,16 +15,16 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidatorFunctionWrapHandler,
+    create_model,
     field_validator,
     model_validator,
 )
 
 from vllm_rollout.config import MAX_PROMPTS
-from vllm_rollout.kernel.http.body import MAX_INT, Body, check_json, of_table
+from vllm_rollout.kernel.http.body import MAX_INT, Body, PartFields, check_json, of_table
 from vllm_rollout.kernel.http.reward_body import RewardField
-from vllm_rollout.kernel.part_terms import terms_of
+from vllm_rollout.kernel.parts import faces, faces_left_out
 from vllm_rollout.kernel.rules import fields
-from vllm_rollout.kernel.rules.terms_port import PartTerms
 
 MAX_STREAM_TOKENS = 1_000_000
 
@@ -81,23 +82,12 @@ class AutoRedundancy(Body, fields.AutoRedundancyFields):
     auto: Auto
 
 
-@of_table
-class Pruning(Body, fields.PruningFields):
-    """Score each candidate at `detection_length` and stop those that will not help training."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _several_lengths_are_compared(cls, said: Any) -> Any:
-        """Make shadow mode the default for several lengths. It is written out here, since a run also stores fields
-        with their defaults."""
-        if isinstance(said, dict) and isinstance(lengths := said.get("detection_length"), list) and len(lengths) > 1:
-            return {"mode": "shadow", **said}
-        return said
-
-    def terms(self) -> dict[str, PartTerms]:
-        """The terms of these fields, by part. Raises: PlanError that names the field as the body does."""
-        names = {field: f"pruning.{field}" for field in type(self).model_fields}
-        return terms_of(fields.PruningFields, self.model_dump(exclude_unset=True), names)
+if TYPE_CHECKING:
+    OfParts = PartFields
+else:
+    OfParts = create_model(
+        "OfParts", __base__=(*(body for _, body in chain(faces("fields"), faces_left_out("fields"))), PartFields)
+    )
 
 
 Included = Literal["text", "logprobs", "stopped"]
@@ -106,10 +96,9 @@ DEFAULT_INCLUDE: list[Included] = ["logprobs"]
 
 
 @of_table
-class RolloutFields(Body, fields.RaceFields):
+class RolloutFields(OfParts, fields.RaceFields):
     """Fields of a rollout that a run sets for all its rounds, and a round for itself."""
 
-    pruning: Pruning | None
     sampling_params: dict[str, Any] = Field(
         default_factory=dict,
         description="Any field of vLLM's SamplingParams except n: temperature, max_tokens, seed, … With a seed, each "
@@ -173,7 +162,7 @@ class RolloutRequest(RolloutFields, StreamFields, fields.GroupFields):
                     "prompts": [{"id": "q1", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}],
                     "group_size": 8,
                     "redundancy": 8,
-                    "pruning": {"detection_length": 64, "keep_ratio": 0.5},
+                    **OfParts.example,
                     "sampling_params": {"temperature": 1.0, "max_tokens": 512},
                 },
                 {

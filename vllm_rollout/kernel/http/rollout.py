@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_rollout.config import MAX_CANDIDATES, MAX_REMEMBERED_CANDIDATES
+from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.kernel.http.answers import GroupAnswer, RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Outlook, PreparedPrompt, RequestError
@@ -41,8 +41,6 @@ class RolloutOutcome:
     """Error of the first candidate that failed for a known reason."""
     off_policy: bool = False
     """True if any trajectory is off policy."""
-    num_forgotten: int = 0
-    """Rewards that were not learned from, since the engine no longer knew their candidates."""
     receipt: Receipt | None = None
     """None before the rollout's end. Its token counts are replaced by those of `usage`, which include groups of an
     interrupted round."""
@@ -61,7 +59,6 @@ class RolloutOutcome:
         usage.wasted_tokens += wasted
         usage.resumed_tokens += returned + wasted
         usage.num_candidates += len(group.trajectories) + len(group.candidates)
-        usage.num_scored += sum(each.score is not None for each in (*group.trajectories, *group.candidates))
         for candidate in group.candidates:
             self._count_ended(candidate.state)
         for trajectory in group.trajectories:
@@ -79,7 +76,6 @@ class RolloutOutcome:
         usage.wasted_tokens += result.wasted_tokens
         usage.resumed_tokens += result.resumed_tokens
         usage.num_candidates += len(result.endings)
-        usage.num_scored += sum(end.assessment is not None for end in ends)
         for ending in result.endings:
             self._count_ended(ending.state)
         self.error = self.error or next((end.error for end in ends if end.error is not None), None)
@@ -101,11 +97,6 @@ class RolloutOutcome:
             yield (
                 f"{usage.num_reward_errors} of {usage.num_reward_errors + usage.num_rewards + usage.num_voids} "
                 f"trajectories have no reward; of the first one: {self.reward_error}"
-            )
-        if self.num_forgotten:
-            yield (
-                f"{self.num_forgotten} rewards teach nothing: the engine has forgotten their candidates. It "
-                f"remembers {MAX_REMEMBERED_CANDIDATES} of rollouts with pruning: have fewer on their way at a time."
             )
 
     def _count_ended(self, state: CandidateState) -> None:

@@ -168,7 +168,7 @@ class RolloutService:
             return make_plan(
                 request.group_size,
                 **group,
-                parts=None if request.pruning is None else request.pruning.terms(),
+                parts=request.part_terms(),
                 max_candidates=most,
                 names=NAMES,
             )

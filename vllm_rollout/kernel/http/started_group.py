@@ -209,7 +209,7 @@ class StartedGroup(GroupRecord):
         rollout = self._rollout
         self._told.add(end.ending.index)
         grade = self.grades.get(end.ending.index)
-        fields = self._fields(end, selected=True)
+        fields = self.fields_of(end, selected=True)
         trajectory = trajectory_of(end, rollout.included, fields, rollout.began_with, grade)
         if trajectory.off_policy:
             self._off_policy.add(trajectory.index)
@@ -217,11 +217,4 @@ class StartedGroup(GroupRecord):
 
     def _dropped(self, end: CandidateEnd) -> CandidateEvent:
         self._told.add(end.ending.index)
-        return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.included, self._fields(end)))
-
-    def _fields(self, end: CandidateEnd, *, selected: bool = False) -> dict[str, Any]:
-        """Fields of an answer about a candidate that follow from the group's plan, or that parts add."""
-        fields: dict[str, Any] = {"inclusion_probability": 1.0} if selected and self.plan.returns_all else {}
-        for part in self.parts:
-            fields |= part.fields_of(end, selected=selected)
-        return fields
+        return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.included, self.fields_of(end)))

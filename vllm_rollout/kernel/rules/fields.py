@@ -1,4 +1,4 @@
-"""The table of request fields of groups, their selection and their pruning.
+"""The table of request fields of groups and their selection.
 
 A row has a field's name, type, default, allowed values, help text, and the ways by which it may arrive (`Door`). These
 rows define the bodies of our endpoints (`kernel/http/body.py::of_table`) and `vllm_xargs` (`kernel/xargs.py`).
@@ -25,12 +25,10 @@ from vllm_rollout.kernel.rules.rows import (
     Number,
     Object,
     Row,
-    Several,
     Text,
     row,
     rows,
 )
-from vllm_rollout.kernel.rules.types import Signal
 
 OWN: tuple[Door, ...] = ("body", "own")
 JOIN: tuple[Door, ...] = ("join", "session")
@@ -44,98 +42,12 @@ OnEngineFailure = Literal["fail", "retry"]
 CutTurn = Literal["ends", "goes_on"]
 HistoryRule = Literal["strict", "rewritable"]
 LaunchRule = Literal["auto", "prompts"]
-PruningRule = Literal["balance", "gradient", "paper"]
-PruningMode = Literal["active", "shadow"]
 AUTO = "auto"
 
-MAX_MIN_LABELS = config.CALIBRATION_WINDOW // 2
-"""Largest `min_labels`: calibration remembers at most twice as many labels."""
-MAX_STRENGTH = 1000.0
-"""Largest `strength` of the paper's rule that a request may name."""
 MAX_NAME_CHARS = 256
 
-_LENGTH = Integer(1, config.MAX_DETECTION_LENGTH)
 SHARE = Number(0, 1, above=True)
 SIZE, _SPARE = Integer(1, config.MAX_GROUP_SIZE), Integer(0, config.MAX_GROUP_SIZE)
-
-
-@dataclass(frozen=True)
-class PruningFields:
-    """Fields that set how candidates are scored at `detection_length`, and which are stopped there.
-
-    Source: ARRoL 4.2 and A.4.
-    """
-
-    detection_length: int | list[int] | Literal["auto"] = row(
-        Either((_LENGTH, Several(_LENGTH, config.MAX_TRIAL_LENGTHS), Names((AUTO,)))),
-        "Output tokens after which a candidate is scored (L_detect). A candidate that ends before is not scored and "
-        "is kept. A list scores at each length and stops no candidate (mode shadow), for a comparison by GET "
-        '/v1/quality_head/detection_lengths. "auto" is the length recommended there. Before there is a '
-        f'recommendation, "auto" compares {", ".join(map(str, config.TRIAL_LENGTHS))}.',
-        flat=_LENGTH,
-    )
-    rule: PruningRule = row(
-        Names(get_args(PruningRule)),
-        'Rule that selects the kept candidates. Each rule keeps keep_ratio. "balance" steers survivors towards '
-        'target_positive_ratio. "gradient" steers if a group would end without reward variance, and prunes at random '
-        'otherwise. "paper" is ARRoL\'s Eq. 2 as printed.',
-        default="balance",
-        xarg="pruning_rule",
-    )
-    keep_ratio: float = row(
-        SHARE,
-        "Share of scored candidates to keep on average, between min_survival and max_survival. With 1 all candidates "
-        "are scored and kept.",
-        default=0.5,
-    )
-    target_positive_ratio: float = row(
-        Number(0, 1, above=True, below=True),
-        "Success rate that balance and paper aim at among survivors (rho).",
-        default=0.5,
-    )
-    strength: float = row(
-        Number(0, MAX_STRENGTH),
-        "Lambda of the paper's rule. The other rules find their own lambda.",
-        default=0.5,
-        xarg="pruning_strength",
-    )
-    min_survival: float = row(SHARE, "Lower bound of the probability that a candidate is kept.", default=0.05)
-    max_survival: float = row(SHARE, "Upper bound of the probability that a candidate is kept.", default=0.95)
-    mode: PruningMode = row(
-        Names(get_args(PruningMode)),
-        '"shadow": decide and report (would_prune), but stop no candidate.',
-        default="active",
-        xarg="pruning_mode",
-    )
-    signal: Signal = row(
-        Names(get_args(Signal)),
-        "Signal that candidates are scored by: the quality head, or trace confidence. While the head knows too "
-        "little, trace confidence stands in.",
-        default="head",
-    )
-    allow_fewer: bool = row(
-        Flag(),
-        "Prune even if fewer than group_size candidates are left to finish. The group is then complete with those.",
-        default=False,
-    )
-    min_labels: int = row(
-        Integer(1, MAX_MIN_LABELS),
-        "Number of positive rewards, and of negative rewards, that pruning needs before it stops a candidate.",
-        default=64,
-    )
-    final_score: bool = row(
-        Flag(),
-        "Also score trajectories by their last token. A head of its own gives this score, and learns from the same "
-        "rewards.",
-        default=False,
-    )
-
-
-@dataclass(frozen=True)
-class PlannedPruning(PruningFields):
-    """Checked fields of pruning in a plan, with one detection length."""
-
-    detection_length: int
 
 
 @dataclass(kw_only=True)
@@ -208,12 +120,6 @@ class RaceFields:
         *OWN,
         default="first",
         flat=Names(get_args(SelectionRule)),
-    )
-    pruning: PruningFields | None = row(
-        Object(PruningFields, '{"detection_length": 512, "keep_ratio": 0.5}'),
-        "Score candidates at a detection length and stop candidates that will not help training. Default: no pruning.",
-        "body",
-        default=None,
     )
     migration: Migration = row(
         Names(get_args(Migration)),
@@ -359,12 +265,9 @@ PLAN_FIELDS = tuple(
 )
 """Names of the fields that `kernel/rules/plan.py::make_plan` takes from a request."""
 
-PART_TABLES: tuple[type, ...] = (PruningFields,)
-"""Tables of fields from which parts make terms of a group (`kernel/rules/terms_port.py`)."""
-
 ROWS: Mapping[str, Row] = {
     field: row
-    for table in (GroupFields, DualEndFields, AutoFields, JoinFields, PruningFields, SessionFields, TurnFields)
+    for table in (GroupFields, DualEndFields, AutoFields, JoinFields, SessionFields, TurnFields)
     for field, row in rows(table).items()
 }
-"""All rows by field name."""
+"""Rows of the kernel's fields, by field name."""

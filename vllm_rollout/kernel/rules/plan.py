@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from dataclasses import field as field_of
 from typing import Any
 
-from vllm_rollout.kernel.rules.fields import ROWS, DualEndFields, EarlyStop, PlannedPruning, SelectionRule
+from vllm_rollout.kernel.rules.fields import ROWS, DualEndFields, EarlyStop, SelectionRule
 from vllm_rollout.kernel.rules.rows import PlanError, rows
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.terms_port import PartTerms
+from vllm_rollout.kernel.rules.terms_port import PartTerms, Pruning, pruning_of
 
 MAX_BUDGET_RATIO = 2
 """Most candidates per wanted trajectory: M_up = 2 M of DARTS Eq. 5 and Eq. 9."""
@@ -40,7 +40,7 @@ class GroupPlan:
     (`parts/pruning/rules/audit.py`)."""
 
     @property
-    def pruning(self) -> PlannedPruning | None:
+    def pruning(self) -> Pruning | None:
         """Fields by which candidates are scored and stopped. None: no part does that."""
         return pruning_of(self.parts)
 
@@ -97,19 +97,9 @@ class GroupJoin(GroupTerms):
     namespace: str = ""
     """Name of the client's run. Two runs may use the same group names."""
 
-    @property
-    def pruning(self) -> PlannedPruning | None:
-        """Fields by which candidates are scored and stopped. None: no part does that."""
-        return pruning_of(self.parts)
-
     def with_audits(self, ratio: float) -> GroupJoin:
         """These terms, of which this share of groups is audited if they prune."""
         return replace(self, parts={name: terms.with_audits(ratio) for name, terms in self.parts.items()})
-
-
-def pruning_of(parts: Mapping[str, PartTerms]) -> PlannedPruning | None:
-    """Fields by which candidates are scored and stopped, in the terms with parts. None: no part does that."""
-    return next((pruning for terms in parts.values() if (pruning := terms.pruning) is not None), None)
 
 
 def make_plan(

@@ -18,9 +18,8 @@ Invariant: the kernel asks terms by these names only.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
-from vllm_rollout.kernel.rules.fields import PlannedPruning
 from vllm_rollout.kernel.rules.rewards import AnswerName
 
 
@@ -38,13 +37,29 @@ class Origin(NamedTuple):
     """Second name of a candidate that may be one of several choices of a request, by the name of that request."""
 
 
+class Pruning(Protocol):
+    """Fields by which candidates are scored and stopped."""
+
+    @property
+    def detection_length(self) -> int:
+        """Output tokens after which a candidate is scored."""
+
+    @property
+    def mode(self) -> Literal["active", "shadow"]:
+        """In mode "shadow" no candidate is stopped."""
+
+    @property
+    def allow_fewer(self) -> bool:
+        """True if so many candidates may be stopped that fewer than `group_size` are left."""
+
+
 class PartTerms:
     """Terms of a group with one part. They travel on tags, in the type that the face `wire` has for them."""
 
     __slots__ = ()
 
     @property
-    def pruning(self) -> PlannedPruning | None:
+    def pruning(self) -> Pruning | None:
         """Fields by which candidates are scored and stopped. None: the part does not do that."""
         return None
 
@@ -80,7 +95,7 @@ class TermsPart:
     """A part that has terms with groups. An engine client keeps one of its own, since `audits` counts."""
 
     table: ClassVar[type]
-    """Table of the fields that the part reads (`kernel/rules/fields.py::PART_TABLES`)."""
+    """Table of the fields that the part reads."""
 
     def given(self, fields: Collection[str], names: Mapping[str, str]) -> None:
         """Check which fields are given. Raises: PlanError if they need another one."""
@@ -96,6 +111,11 @@ class TermsPart:
         `request`: the request of one group. `first`: the first request of the same answer.
         """
         return False
+
+
+def pruning_of(parts: Mapping[str, PartTerms]) -> Pruning | None:
+    """Fields by which candidates are scored and stopped, in the terms with parts. None: no part does that."""
+    return next((pruning for terms in parts.values() if (pruning := terms.pruning) is not None), None)
 
 
 def said_of(parts: Mapping[str, PartTerms], origin: Origin) -> dict[str, Any]:

@@ -10,6 +10,7 @@ PART = Part(
         "api": "vllm_rollout.parts.pruning.api.part:PruningApi",
         "client": "vllm_rollout.parts.pruning.client:CLIENT",
         "core": "vllm_rollout.parts.pruning.core.learning_calls:PruningCore",
+        "fields": "vllm_rollout.parts.pruning.http.fields:PrunedFields",
         "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
         "memory": "vllm_rollout.parts.pruning.rules.memory:PruningMemory",
         "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
@@ -28,7 +29,7 @@ PART = Part(
         "shaping": {"prompt_lengths": "vllm_rollout.parts.pruning.with_shaping.rules:prompt_lengths"},
     },
     exports={
-        "Pruning": "vllm_rollout.kernel.http.protocol:Pruning",
+        "Pruning": "vllm_rollout.parts.pruning.http.fields:Pruning",
         "QualityHead": "vllm_rollout.parts.pruning.client:QualityHead",
     },
 )

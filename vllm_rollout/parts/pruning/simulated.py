@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.kernel.rules.fields import PruningFields
 from vllm_rollout.kernel.rules.rows import rows
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import Confidence, GroupResult
+from vllm_rollout.kernel.rules.types import GroupResult
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
+from vllm_rollout.parts.pruning.rules.fields import PruningFields
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan, make_pruning_plan

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_rollout.kernel.rules.types import Confidence
 from vllm_rollout.kernel.wire import RunnerReport
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, Observation
 from vllm_rollout.parts.pruning.rules.step import PRUNING
 

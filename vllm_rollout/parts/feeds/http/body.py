@@ -95,8 +95,8 @@ class FeedRequest(RolloutFields):
             raise ValueError("filter: needs a reward by which the server grades, got none. Name one, or leave it out.")
         if self.filter is not None and self.group_size < 2:
             raise ValueError("filter: needs a group_size of at least 2, got 1: one reward differs from none.")
-        if self.pruning is not None and self.pruning.allow_fewer:
-            raise ValueError("pruning.allow_fewer: groups of a feed are whole, got true. Leave it out.")
+        if (field := self.allows_fewer_by) is not None:
+            raise ValueError(f"{field}: groups of a feed are whole, got true. Leave it out.")
         return self
 
     @property

@@ -67,7 +67,7 @@ class _StoppableGroup(GroupPart):
             return
         record, group = self._record, self._group
         ends = [end for end in record.ends.values() if _goes_on(end.ending)]
-        blob, indices = await packed(record.plan, ends, len(ends))
+        blob, indices = await packed(record, ends, len(ends))
         if blob is None:
             self._rollout.warnings.append(
                 f"prompt {record.prompt.id!r} starts anew: its candidates have more than {MAX_KEPT_BYTES} bytes."

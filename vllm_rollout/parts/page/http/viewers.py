@@ -218,7 +218,7 @@ class Viewers:
                     num_tokens=seen.num_tokens,
                     end=end_of(end.ending),
                     score=seen.score,
-                    success_probability=None if end.assessment is None else end.assessment.success_probability,
+                    success_probability=group.record.fields_of(end).get("success_probability"),
                     reward=seen.reward,
                     reward_status=seen.reward_status,
                     selected=index in group.selected,

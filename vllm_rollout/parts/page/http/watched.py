@@ -61,7 +61,7 @@ class SeenGroup:
         ending: Ending = end.ending
         seen = self.candidates.setdefault(ending.index, SeenCandidate())
         seen.num_tokens, seen.end, seen.ended_s = ending.num_tokens, end_of(ending), self.rollout.now()
-        seen.score = None if end.assessment is None else end.assessment.score
+        seen.score = self.record.fields_of(end).get("score")
         self._changed()
 
     def graded(self, index: int, grade: Grade) -> None:

@@ -12,7 +12,8 @@ from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import MetricMaker, PartMetrics
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import GroupResult, Signal, scores_of
+from vllm_rollout.kernel.rules.types import GroupResult, Signal
+from vllm_rollout.parts.pruning.rules.assessment import scores_of
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 
 SCORE_BUCKETS = (-8, -4, -2, -1, -0.5, 0, 0.5, 1, 2, 4, 8, 16, 32)

@@ -16,9 +16,9 @@ from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
-from vllm_rollout.kernel.rules.types import Confidence, scores_of
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.pruning.http.service import LearningService
+from vllm_rollout.parts.pruning.rules.assessment import Confidence, scores_of
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.length_trial import chosen
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, PruningPlan
@@ -80,7 +80,7 @@ class ScoredRollout(RolloutPart):
     def audit(self, draft: Draft) -> None:
         """Change a share of the plans to those of audit groups."""
         request, plans = draft.request, draft.plans
-        learns = request.pruning is not None or request.tradeoff is not None
+        learns = self._log is not None or request.tradeoff is not None
         ratio = request.audit_ratio
         if ratio is None:
             ratio = self._service.audit_ratio if learns else 0.0
@@ -106,6 +106,7 @@ class ScoredRollout(RolloutPart):
     def ended_before(self, group: GroupAnswer) -> None:
         if self._log is not None:
             self._log.ended_before(group)
+            self._rollout.outcome.usage.num_scored = self._log.num_scored
 
     async def warn(self) -> Sequence[str]:
         if self._log is None:
@@ -145,6 +146,7 @@ class ScoredGroup(GroupPart):
 
     async def account(self, over: Over) -> None:
         self._log.group_over(self._record.prompt, self._record.ends.values())
+        self._rollout.outcome.usage.num_scored = self._log.num_scored
 
 
 def _scoring(end: CandidateEnd, pruning: PruningPlan) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def _scoring(end: CandidateEnd, pruning: PruningPlan) -> dict[str, Any]:
     the probability from earlier rounds.
     """
     shadow = pruning.mode == "shadow"
-    assessment = end.assessment
+    assessment = scores_of(end.parts).assessment
     if assessment is None:
         unscored: dict[str, Any] = {"survival_probability": end.survival_before}
         return {**unscored, "would_prune": False, "shadow_survival_probability": 1.0} if shadow else unscored

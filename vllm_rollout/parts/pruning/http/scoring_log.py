@@ -9,6 +9,7 @@ from typing import Any
 from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.kernel.http.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.pruning.rules.assessment import scores_of
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
@@ -41,7 +42,7 @@ class ScoringLog:
 
     def group_over(self, prompt: PreparedPrompt, ends: Iterable[CandidateEnd]) -> None:
         ends = list(ends)
-        assessments = [end.assessment for end in ends if end.assessment is not None]
+        assessments = [its for end in ends if (its := scores_of(end.parts).assessment) is not None]
         self.num_prompts += 1
         self.num_scored += len(assessments)
         self.longest = max([self.longest, *(end.ending.num_tokens for end in ends)])

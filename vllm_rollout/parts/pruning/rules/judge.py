@@ -12,8 +12,9 @@ from math import exp
 
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.memories.rules import Memories, Memory
+from vllm_rollout.parts.pruning.rules.assessment import Assessment
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings, label_weight
 from vllm_rollout.parts.pruning.rules.ledger import Ledger, LedgerEntry, Scoring, Trial
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate

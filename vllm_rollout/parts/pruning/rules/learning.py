@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from vllm_rollout.checks import fields_of, flag, integer, listed, shown
 from vllm_rollout.config import MAX_DETECTION_LENGTH
-from vllm_rollout.kernel.rules.types import Assessment, Signal
+from vllm_rollout.kernel.rules.types import Signal
+from vllm_rollout.parts.pruning.rules.assessment import Assessment
 from vllm_rollout.parts.pruning.rules.calibration import Calibrator
 from vllm_rollout.parts.pruning.rules.gradient import Population, gradient_rule, population_of
 from vllm_rollout.parts.pruning.rules.pruning import Point, compress, group_rule, solve_paper

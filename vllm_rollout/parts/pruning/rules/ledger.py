@@ -10,7 +10,8 @@ from typing import NamedTuple
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.rules.prompt_key import kept_name
 from vllm_rollout.kernel.rules.rewards import EVERYBODY, AnswerName, NamedReward, RewardStatus
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, CandidateId, CandidateState
+from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, CandidateState
+from vllm_rollout.parts.pruning.rules.assessment import Assessment
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
 

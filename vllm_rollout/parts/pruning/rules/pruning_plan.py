@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from vllm_rollout.config import TRIAL_LENGTHS
-from vllm_rollout.kernel.rules.fields import AUTO, PlannedPruning, PruningFields
+from vllm_rollout.kernel.rules.fields import AUTO
 from vllm_rollout.kernel.rules.rows import PlanError, rows
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Confidence, Signal
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Signal
+from vllm_rollout.parts.pruning.rules.assessment import Confidence
+from vllm_rollout.parts.pruning.rules.fields import PruningFields
 
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 WHOLE = 0
@@ -39,9 +41,10 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class PruningPlan(PlannedPruning):
-    """Checked fields of pruning, and the state of a group's audit."""
+class PruningPlan(PruningFields):
+    """Checked fields of pruning, with one detection length, and the state of a group's audit."""
 
+    detection_length: int
     audit: bool = False
     """True for the plan of an audit group (`parts/pruning/rules/audit.py`). No request field sets it."""
     is_instead_of_race: bool = False

@@ -17,8 +17,9 @@ from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.rules.keys import Key
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import Ended, Entered, GroupSteps, Phase, Step, StepPart
-from vllm_rollout.kernel.rules.types import NO_SCORES, Assessment, CandidateId, Scores
+from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.memories.rules import Memories
+from vllm_rollout.parts.pruning.rules.assessment import NO_SCORES, Assessment, Scores
 from vllm_rollout.parts.pruning.rules.audit import draw_audit
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Scoring, Trial

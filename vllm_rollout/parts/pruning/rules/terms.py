@@ -7,11 +7,11 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_rollout.kernel.rules.fields import PruningFields
 from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of, seed_for
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.terms_port import Origin, PartTerms, TermsPart
 from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
+from vllm_rollout.parts.pruning.rules.fields import PruningFields
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
 

@@ -33,7 +33,7 @@ from vllm_rollout.parts.rewards.http.service import GradingService
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 REWARD, DATA = "rollout_reward", "rollout_data"
 ANSWER_KEY = "rollout_rewards"
-LEARNS, NAMESPACE = NAMES["detection_length"], NAMES["namespace"]
+LEARNS, NAMESPACE = "rollout_detection_length", NAMES["namespace"]
 
 
 class AnswerGrader:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.clients import owned_name
 from vllm_rollout.kernel.http.engine import PreparedPrompt
 from vllm_rollout.kernel.http.plan_port import Given, GroupPart, GroupRecord, PlanPart, RolloutPart, Tell
@@ -34,10 +35,12 @@ class RewardsPlan(PlanPart):
 
 
 class GradedRollout(RolloutPart):
-    """A rollout with a reward. Overrides: check, ready, begun, group, leave."""
+    """A rollout with a reward. Overrides: check, ready, begun, group, warn, leave."""
 
     _rollout: Rollout
     _grading: Grading
+    _num_forgotten = 0
+    """Rewards that were not learned from, since the engine no longer knew their candidates."""
 
     def __init__(self, plan: RewardsPlan, options: RewardOptions) -> None:
         self._plan = plan
@@ -69,6 +72,15 @@ class GradedRollout(RolloutPart):
         candidates = LaunchedCandidates(self._plan.engine, record, self._grading.waves)
         return GradedGroup(self._grading, record, candidates, self._teach)
 
+    async def warn(self) -> Sequence[str]:
+        if not self._num_forgotten:
+            return ()
+        warning = (
+            f"{self._num_forgotten} rewards teach nothing: the engine has forgotten their candidates. It remembers "
+            f"{MAX_REMEMBERED_CANDIDATES} of rollouts with pruning: have fewer on their way at a time."
+        )
+        return [warning]
+
     def leave(self) -> Collection[str]:
         self._grading.leave()
         return self._grading.waves
@@ -83,4 +95,4 @@ class GradedRollout(RolloutPart):
             if (reward := grade.reward) is not None
         ]
         if rewards and rollout.is_scored:
-            rollout.outcome.num_forgotten += await self._plan.rewards.tell(rewards, rollout.id)
+            self._num_forgotten += await self._plan.rewards.tell(rewards, rollout.id)

@@ -58,8 +58,8 @@ class SaidFields(RolloutFields):
 
     @model_validator(mode="after")
     def _groups_are_whole(self) -> Self:
-        if self.pruning is not None and self.pruning.allow_fewer:
-            raise ValueError(ALLOW_FEWER.format("pruning.allow_fewer"))
+        if (field := self.allows_fewer_by) is not None:
+            raise ValueError(ALLOW_FEWER.format(field))
         return self
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -58,12 +58,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Annotated[list[KeptCandidate], msgspec.Meta(max_length=MAX_GROUP_SIZE)])
 
 
-def keep(ends: Collection[CandidateEnd], group_size: int, *, stops: bool = False) -> bytes | None:
-    """The packed candidates of a deferred group that go on later. None if they are too large. `stops`: their scores
-    stop candidates."""
+def keep(
+    ends: Collection[CandidateEnd], group_size: int, fields_of: Callable[[CandidateEnd], Mapping[str, Any]]
+) -> bytes | None:
+    """The packed candidates of a deferred group that go on later. None if they are too large. `fields_of`: fields of
+    answers about them (`GroupRecord.fields_of`)."""
     by_index = {end.ending.index: end for end in ends}
     chosen = choose_resumed([end.ending for end in ends], group_size)
-    body = _ENCODER.encode([_kept(by_index[index], stops=stops) for index in chosen])
+    body = _ENCODER.encode([_kept(end := by_index[index], fields_of(end)) for index in chosen])
     return zlib.compress(body, 1) if len(body) <= MAX_KEPT_BYTES else None
 
 
@@ -82,12 +84,8 @@ def read_kept(blob: bytes) -> list[KeptCandidate]:
     return kept
 
 
-def _kept(end: CandidateEnd, *, stops: bool) -> KeptCandidate:
+def _kept(end: CandidateEnd, fields: Mapping[str, Any]) -> KeptCandidate:
     is_over, is_tie = is_whole(end.ending), end.ending.state != "finished"
-    assessment = end.assessment
-    survival = 1.0
-    if assessment is not None and stops:
-        survival = assessment.survival_probability
     return KeptCandidate(
         is_over,
         end.ending.truncated,
@@ -97,7 +95,7 @@ def _kept(end: CandidateEnd, *, stops: bool) -> KeptCandidate:
         end.confidence,
         None if not is_over else "stop" if is_tie else end.finish_reason,
         None if not is_over or is_tie else end.stop_reason,
-        end.survival_before * survival,
+        fields.get("survival_probability", end.survival_before),
     )
 
 

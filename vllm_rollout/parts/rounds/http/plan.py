@@ -63,7 +63,7 @@ class RoundGroup(GroupPart):
         record, resumption = self._record, self._round.resumption
         if over.deferred_because is None or resumption is None or not resumption.keeps:
             return
-        over.final, warning = await resumption.keep(self._position, record.prompt, record.plan, record.ends.values())
+        over.final, warning = await resumption.keep(self._position, record)
         self._round.rollout.warnings += [] if warning is None else [warning]
 
     async def told(self, over: Over) -> None:

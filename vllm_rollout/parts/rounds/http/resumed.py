@@ -19,7 +19,7 @@ from vllm_rollout.kernel.http.engine import (
     Happening,
     PreparedPrompt,
 )
-from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.http.plan_port import GroupRecord
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.rounds.http.kept import MAX_KEPT_BYTES, KeptCandidate, keep
 from vllm_rollout.parts.rounds.rules.resumption import (
@@ -42,28 +42,27 @@ class Resumption:
     kept: dict[int, bytes] = field(default_factory=dict)
     """Packed candidates for a later round, by position."""
 
-    async def keep(
-        self, position: int, prompt: PreparedPrompt, plan: GroupPlan, ends: Collection[CandidateEnd]
-    ) -> tuple[Sequence[Ending], str | None]:
+    async def keep(self, position: int, record: GroupRecord) -> tuple[Sequence[Ending], str | None]:
         """Keep the candidates of a deferred group that go on later.
 
         Returns the endings of all other candidates, whose lengths are final, and a warning if there is too much to
         keep. Lengths of candidates that go on are reported when they are whole.
         """
-        blob, chosen = await packed(plan, ends, plan.group_size)
+        ends = record.ends.values()
+        blob, chosen = await packed(record, ends, record.plan.group_size)
         if blob is None:
             return [end.ending for end in ends], (
-                f"prompt {prompt.id!r} starts anew in its long round: its candidates have more than {MAX_KEPT_BYTES} "
-                "bytes."
+                f"prompt {record.prompt.id!r} starts anew in its long round: its candidates have more than "
+                f"{MAX_KEPT_BYTES} bytes."
             )
         self.kept[position] = blob
         return [end.ending for end in ends if end.ending.index not in chosen], None
 
 
-async def packed(plan: GroupPlan, ends: Collection[CandidateEnd], most: int) -> tuple[bytes | None, Sequence[int]]:
-    """Pack the candidates that go on later, at most `most`. Returns them and their indices. None: too many bytes."""
-    stops = plan.pruning is not None and plan.pruning.mode == "active"
-    blob = await asyncio.to_thread(keep, ends, most, stops=stops)
+async def packed(record: GroupRecord, ends: Collection[CandidateEnd], most: int) -> tuple[bytes | None, Sequence[int]]:
+    """Pack candidates of the group that go on later, at most `most`. Returns them and their indices. None: too many
+    bytes."""
+    blob = await asyncio.to_thread(keep, ends, most, record.fields_of)
     return blob, choose_resumed([end.ending for end in ends], most)
 
 

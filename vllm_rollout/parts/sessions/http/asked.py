@@ -6,6 +6,7 @@ Invariant: this module opens no group.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from vllm_rollout.kernel.http.engine import RequestError
@@ -17,11 +18,11 @@ from vllm_rollout.parts.sessions.http.body import SessionGroupRequest
 from vllm_rollout.parts.sessions.http.groups import OpenGroup, Terms, limits_of
 
 
-def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit_ratio: float) -> Terms:
+def asked_terms(request: SessionGroupRequest, pruning_refusal: Callable[[], str | None], audit_ratio: float) -> Terms:
     """The terms of a declared group.
 
     Args:
-        pruning_refusal: reason why this server cannot score. None if it can.
+        pruning_refusal: returns the reason why this server cannot score. None if it can.
         audit_ratio: share of audit groups among pruned ones, unless the request sets one.
 
     Raises: RequestError.
@@ -39,17 +40,17 @@ def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit
 
 
 def _pruned(
-    request: SessionGroupRequest, refusal: str | None, audit_ratio: float
+    request: SessionGroupRequest, pruning_refusal: Callable[[], str | None], audit_ratio: float
 ) -> tuple[dict[str, PartTerms], int, bool]:
     """Terms with the part that prunes, the turn to score, and True for an audit group. Raises: RequestError."""
-    if request.pruning is None:
-        return {}, request.pruning_turn, random.random() < (request.audit_ratio or 0.0)
-    if refusal is not None:
-        raise RequestError(f"pruning: {refusal}", param="pruning")
     try:
-        parts = request.pruning.terms()
+        parts = request.part_terms()
     except PlanError as error:
         raise RequestError(str(error), param=error.field) from error
+    if not parts:
+        return {}, request.pruning_turn, random.random() < (request.audit_ratio or 0.0)
+    if (refusal := pruning_refusal()) is not None:
+        raise RequestError(f"pruning: {refusal}", param="pruning")
     if any(len(terms.scored_lengths) > 1 for terms in parts.values()):
         raise RequestError(
             "pruning.detection_length: sessions are scored at one length, which has to be named. Give a number.",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
 from vllm_rollout.kernel.http.body import Body, check_json, of_table
-from vllm_rollout.kernel.http.protocol import Pruning
+from vllm_rollout.kernel.http.protocol import OfParts
 from vllm_rollout.kernel.http.reward_body import RewardField
 from vllm_rollout.kernel.http.rewards import RewardValue
 from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS, ROWS, SessionFields
+from vllm_rollout.kernel.rules.rows import rows
 from vllm_rollout.kernel.rules.types import EndedBy, GroupStatus, SessionState
 from vllm_rollout.parts.sessions.http.trajectory import History
 
@@ -24,7 +26,7 @@ SessionSelection = Literal["first", "shortest"]
 
 
 @of_table
-class SessionOptions(Body, SessionFields):
+class SessionOptions(OfParts, SessionFields):
     """Options of a group of sessions. A run sets them for all its groups."""
 
     early_stop: StrictBool = Field(
@@ -37,10 +39,6 @@ class SessionOptions(Body, SessionFields):
         default=None,
         description="Upper bound of a group's sessions, with those in the place of void ones. Default: twice the "
         "number at its start.",
-    )
-    pruning: Pruning | None = Field(
-        default=None,
-        description="Score each session in one of its turns, and stop sessions that will not help training.",
     )
     pruning_turn: Annotated[StrictInt, Field(ge=1, le=MAX_TURNS)] = Field(
         default=1, description="The turn in which detection_length counts tokens."
@@ -96,6 +94,13 @@ class SessionGroupRequest(SessionOptions):
     def _data_is_json(self) -> Self:
         check_json(self.data, "data")
         return self
+
+
+SCORES_SESSIONS = "Score each session in one of its turns, and stop sessions that will not help training."
+for _body in (SessionOptions, SessionGroupRequest):
+    if (_row := rows(_body).get("pruning")) is not None:
+        _body.model_fields["pruning"].description = replace(_row, help=SCORES_SESSIONS).description
+        _body.model_rebuild(force=True)
 
 
 class FinishRequest(Body):

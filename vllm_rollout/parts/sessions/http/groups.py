@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.reward_body import RewardOptions
-from vllm_rollout.kernel.rules.fields import PlannedPruning, SelectionRule
-from vllm_rollout.kernel.rules.plan import GroupPlan, pruning_of
-from vllm_rollout.kernel.rules.terms_port import PartTerms
+from vllm_rollout.kernel.rules.fields import SelectionRule
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.terms_port import PartTerms, Pruning, pruning_of
 from vllm_rollout.kernel.rules.types import GroupStatus
 from vllm_rollout.parts.sessions.http.body import (
     GroupOverEvent,
@@ -100,7 +100,7 @@ class Terms(NamedTuple):
     is_audit: bool = False
 
     @property
-    def pruning(self) -> PlannedPruning | None:
+    def pruning(self) -> Pruning | None:
         """Fields of pruning. None: sessions are not scored."""
         return pruning_of(self.parts)
 

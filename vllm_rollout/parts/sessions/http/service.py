@@ -491,8 +491,7 @@ class SessionService:
 
     def _asked(self, request: SessionGroupRequest) -> tuple[Terms, RewardOptions | None]:
         """The terms and the reward of a declared group. Raises: RequestError."""
-        refusal = None if request.pruning is None else self._pruning_refusal()
-        terms = asked_terms(request, refusal, self._audit_ratio)
+        terms = asked_terms(request, self._pruning_refusal, self._audit_ratio)
         reward = None if request.reward is None else options_of(request.reward)
         if reward is not None:
             self._grading.check(reward, terms.num_candidates)

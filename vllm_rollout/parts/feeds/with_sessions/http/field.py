@@ -21,5 +21,5 @@ def check(request: FeedRequest) -> None:
             f'on_update: must be "keep" for sessions, got "{request.on_update}": their turns belong to the harness. '
             'Leave it out, and give weights with kv="recompute".'
         )
-    if sessions.pruning is not None and sessions.pruning.allow_fewer:
-        raise ValueError("sessions.pruning.allow_fewer: groups of a feed are whole, got true. Leave it out.")
+    if (field := sessions.allows_fewer_by) is not None:
+        raise ValueError(f"sessions.{field}: groups of a feed are whole, got true. Leave it out.")

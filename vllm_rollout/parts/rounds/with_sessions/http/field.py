@@ -25,5 +25,5 @@ def check(request: RunRequest) -> None:
             f"queue_order: must be first_in for sessions, got {request.queue_order!r}: their lengths are not learned. "
             "Leave it out."
         )
-    if sessions.pruning is not None and sessions.pruning.allow_fewer:
-        raise ValueError(ALLOW_FEWER.format("sessions.pruning.allow_fewer"))
+    if (field := sessions.allows_fewer_by) is not None:
+        raise ValueError(ALLOW_FEWER.format(f"sessions.{field}"))
