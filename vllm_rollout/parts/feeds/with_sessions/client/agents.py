@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import httpx
 from pydantic import Discriminator, TypeAdapter
 
-from vllm_rollout.background import cancel, cancelled
+from vllm_rollout.background import begin, cancel, cancelled
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError, event_data, parse
 from vllm_rollout.kernel.http.answers import ErrorEvent
 from vllm_rollout.parts.feeds.with_sessions.http.answers import HarnessEvent, SessionFeedEvent
@@ -79,7 +79,7 @@ class _Harness:
         """Follow the events. A stream that breaks is opened again, and repeats what matters now."""
         began_s = time.monotonic()
         while True:
-            self._reading = asyncio.create_task(self._read())
+            self._reading = begin(self._read())
             try:
                 await asyncio.wait([self._reading])
             finally:
@@ -116,7 +116,7 @@ class _Harness:
     def _declared(self, event: DeclaredEvent) -> None:
         id, position, self._num_declared = event.group_id, self._num_declared, self._num_declared + 1
         group = self._groups[id] = FeedGroup(self._its, position, event.prompt, id)
-        task = self._tasks[id] = asyncio.create_task(group.run(event.to_begin))
+        task = self._tasks[id] = begin(group.run(event.to_begin))
         task.add_done_callback(lambda task: self._ended(id, task))
 
     def _ended(self, id: str, task: asyncio.Task[None]) -> None:

@@ -181,7 +181,7 @@ class SessionRunner:
         self._harnesses = {each: its for each, its in self._harnesses.items() if its.events is not None or its.groups}
         if name not in self._harnesses and len(self._harnesses) >= MAX_HARNESSES:
             raise RequestError(
-                f"{MAX_HARNESSES} harnesses run the sessions of this feed. Close one of them.",
+                f"{MAX_HARNESSES} harnesses run this feed. Close one of them.",
                 status=HTTPStatus.TOO_MANY_REQUESTS,
                 retry_after_s=1,
             )
@@ -227,6 +227,5 @@ def group_request(request: FeedRequest, prompt: Prompt, name: str, *, is_long: b
 
 
 def _no_harness(reason: str) -> RequestError:
-    return RequestError(
-        f"no sessions of this feed run: {reason}. Start one.", status=HTTPStatus.SERVICE_UNAVAILABLE, retry_after_s=1
-    )
+    """The error after which a group waits for a harness. No client sees it."""
+    return RequestError(f"no sessions of this feed run: {reason}.", status=503, retry_after_s=1)
