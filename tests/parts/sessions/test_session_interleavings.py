@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
@@ -53,6 +54,15 @@ DECLARED = {
 }
 
 
+class AtOnce(ThreadPoolExecutor):
+    """Runs work in the caller's thread, so that all effects of an event have happened after `PASSES`."""
+
+    def submit(self, work: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
+        done: Future[T] = Future()
+        done.set_result(work(*args, **options))
+        return done
+
+
 class Known:
     """A group, and all that its readers were told."""
 
@@ -76,6 +86,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(AtOnce())
         self.before = {name: getattr(module, name) for name in BOUNDS}
         for name, value in BOUNDS.items():
             setattr(module, name, value)
