@@ -228,6 +228,10 @@ class SessionRace:
         """True if any session is open, or is being graded."""
         return any(session.is_open or session.in_grading for session in self.sessions.values())
 
+    def is_silent(self, now_s: float, heard_s: float = -inf) -> bool:
+        """True if no session is open, and none was active for `idle_timeout_s`. `heard_s`: as of `expire`."""
+        return not self.has_open and now_s - max(self.active_s, heard_s) > self.limits.idle_timeout_s
+
     def expire(self, now_s: float, heard_s: float = -inf) -> bool:
         """End silent sessions, and abandon a group without activity. Returns True if anything ended.
 
@@ -241,7 +245,7 @@ class SessionRace:
         ]
         for session in silent:
             self._end(session, "idle", void=True)
-        if not (self.has_open or self.is_over) and now_s - max(self.active_s, heard_s) > timeout_s:
+        if not self.is_over and self.is_silent(now_s, heard_s):
             self.is_abandoned = True
             self.max_sessions = len(self.sessions)
             self._set_places(self.max_sessions)

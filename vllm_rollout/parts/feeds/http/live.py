@@ -146,9 +146,10 @@ class LiveFeed:
             self.kept.left([], self.state)
             if self.request.on_update == "stop":
                 self._stop_running()
-            names = [group.rollout_id for group in self.running if group.rollout_id is not None]
-            if self.request.on_update == "recompute" and names:
-                spawn(recomputed(self._engine, names), "KV of a feed's groups")
+            if self.request.on_update == "recompute":
+                names = [group.rollout_id for group in self.running if group.rollout_id is not None]
+                if names:
+                    spawn(recomputed(self._engine, names), "KV of a feed's groups")
             self.admit()
         elif was_held and not self.is_held:
             self.admit()
@@ -283,7 +284,7 @@ class LiveFeed:
             reason = reason or (group.end and group.end.reason) or "its candidates were stopped."
             self.since.failed.append(FailedPrompt(prompt_id=name, reason=reason))
             self._gave_up(number, "failed")
-        elif self.request.filter is not None and group.end is not None and not group.end.teaches:
+        elif self.request.filter is not None and not group.teaches:
             self.since.filtered.append(name)
             self._gave_up(number, "filtered")
         else:

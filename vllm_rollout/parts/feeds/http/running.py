@@ -5,13 +5,14 @@ Invariant: a group's rollout is an ordinary one, so other parts race, prune and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from vllm_rollout.kernel.http.answers import DoneEvent, GroupEvent, Usage
-from vllm_rollout.kernel.http.engine import CandidateEnd
+from vllm_rollout.kernel.http.engine import CandidateEnd, RequestError
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, RolloutPart
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
 from vllm_rollout.kernel.http.serialised import GroupsInJson
@@ -99,6 +100,10 @@ class AdmittedGroup:
         return self.end is not None and self.end.is_complete
 
     @property
+    def teaches(self) -> bool:
+        return self.end is not None and self.end.teaches
+
+    @property
     def num_before(self) -> int:
         """Tokens with which it goes on."""
         return 0 if self.before is None else self.before.num_tokens
@@ -114,7 +119,7 @@ class GroupRunner(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """False while no group can run, as nobody is there who runs its sessions."""
+        """False while no harness is there to run its sessions."""
 
     @property
     def num_harnesses(self) -> int:
@@ -122,6 +127,9 @@ class GroupRunner(Protocol):
 
     async def run(self, number: int, group: AdmittedGroup) -> None:
         """Run a group to its end. Raises: RequestError."""
+
+    def events(self, name: str | None) -> AsyncGenerator[Any, None]:
+        """Events for the harness of this name. Raises: RequestError, 409 without sessions, 429 with many harnesses."""
 
     def close(self) -> None:
         """The feed is deleted."""
@@ -155,6 +163,12 @@ class RolloutRunner:
                     group.end, group.json = _end_of(event), groups.of(event.prompt_id)
                 elif isinstance(event, DoneEvent):
                     group.usage, group.warnings = event.usage, event.warnings
+
+    def events(self, name: str | None) -> AsyncGenerator[Any, None]:
+        raise RequestError(
+            f"feed {self._feed_id!r} has no sessions, so no harness runs them. Create a feed with sessions.",
+            status=HTTPStatus.CONFLICT,
+        )
 
     def close(self) -> None:
         pass

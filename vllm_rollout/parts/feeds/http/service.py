@@ -166,14 +166,7 @@ class FeedService:
 
         Raises: RequestError, 404, 409 for a feed without sessions, 429 with too many harnesses.
         """
-        feed = self._find(id).feed
-        if feed.request.sessions is None:
-            raise RequestError(
-                f"feed {id!r} has no sessions, so no harness runs them. Create a feed with sessions.",
-                status=HTTPStatus.CONFLICT,
-            )
-        events: AsyncGenerator[Any, None] = feed.runner.events(harness)  # type: ignore[attr-defined]
-        return events
+        return self._find(id).feed.runner.events(harness)
 
     @property
     def live(self) -> list[LiveFeed]:

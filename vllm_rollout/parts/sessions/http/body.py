@@ -48,6 +48,13 @@ class SessionOptions(OfParts, SessionFields):
         description="Reward that grades a finished session whose finish brings no reward (docs/guides/rewards.md).",
     )
 
+    def group(self, id: str, group_size: int, redundancy: int, data: Any = None) -> SessionGroupRequest:
+        """The request for one group of a round or a feed. Audit ratio 0: audits stop nothing, and these stop whole
+        groups."""
+        said = self.model_dump(exclude_unset=True)
+        size = {"group_size": group_size, "redundancy": redundancy, "audit_ratio": 0.0}
+        return SessionGroupRequest.model_validate({**said, **size, "id": id, "data": data})
+
     def check_beside(self, said: Mapping[str, Any], what: str) -> None:
         """Check the fields of a rollout that a request sets beside `sessions`. `what`: the thing that is requested.
 

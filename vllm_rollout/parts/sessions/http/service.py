@@ -61,6 +61,8 @@ STOP_AGAIN_S = 0.1
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-turns")
 """Compares texts of turns. It is a single thread, since a tokenizer takes the interpreter's lock from the event loop
 in turns."""
+SEE_OUT_S = 10.0
+"""Seconds that turns of lost sessions may take to stop. After that a round or a feed goes on without their tokens."""
 TICK_S = 1.0
 """Seconds between checks for silent sessions, while any group is open."""
 

@@ -57,7 +57,6 @@ class _Harness:
         self._its, self._path = its, f"/v1/feeds/{feed_id}/events?harness={uuid.uuid4().hex}"
         self._groups: dict[str, FeedGroup] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._num_declared = 0
         self._reading: asyncio.Task[None] | None = None
         """Reads the stream of events."""
         self._heard_s: float | None = None
@@ -114,8 +113,8 @@ class _Harness:
             group.hear(event)
 
     def _declared(self, event: DeclaredEvent) -> None:
-        id, position, self._num_declared = event.group_id, self._num_declared, self._num_declared + 1
-        group = self._groups[id] = FeedGroup(self._its, position, event.prompt, id)
+        id = event.group_id
+        group = self._groups[id] = FeedGroup(self._its, 0, event.prompt, id)  # a feed's groups have no position
         task = self._tasks[id] = begin(group.run(event.to_begin))
         task.add_done_callback(lambda task: self._ended(id, task))
 

@@ -23,16 +23,14 @@ from vllm_rollout.parts.feeds.http.body import FeedRequest
 from vllm_rollout.parts.feeds.http.running import AdmittedGroup, GroupEnd
 from vllm_rollout.parts.feeds.rules.bias import GroupSize
 from vllm_rollout.parts.feeds.with_sessions.http.answers import HarnessEvent, SessionFeedEvent
-from vllm_rollout.parts.sessions.http.body import DeclaredEvent, SessionEvent, SessionGroupRequest
+from vllm_rollout.parts.sessions.http.body import DeclaredEvent, SessionEvent, SessionGroupRequest, SessionOptions
 from vllm_rollout.parts.sessions.http.groups import Event, OpenGroup
-from vllm_rollout.parts.sessions.http.service import TICK_S, SessionService
+from vllm_rollout.parts.sessions.http.service import SEE_OUT_S, TICK_S, SessionService
 
 AWAY_S = 30.0
 """Seconds for which a harness may read no events before it loses its groups."""
 MAX_HARNESSES = 64
 """Most harnesses of one feed."""
-SEE_OUT_S = 10.0
-"""Seconds that turns of lost sessions may take to stop. After that the group ends without their tokens."""
 
 
 class Harness:
@@ -59,16 +57,13 @@ class Harness:
 class WatchedGroup:
     """One group of sessions, until it is over and its rewards are there. The `Watcher` of its sessions."""
 
-    def __init__(self, harness: Harness, admitted: AdmittedGroup, prompt: dict[str, Any]) -> None:
-        self.harness, self.admitted, self.prompt = harness, admitted, prompt
-        self.group: OpenGroup | None = None
-        self.over_s: float | None = None
+    def __init__(self, harness: Harness, group: OpenGroup, admitted: AdmittedGroup, prompt: dict[str, Any]) -> None:
+        self.harness, self.group, self.admitted, self.prompt = harness, group, admitted, prompt
         self._changed = asyncio.Event()
 
     @property
     def declared(self) -> list[SessionFeedEvent]:
         """Events for a harness that does not know the group yet."""
-        assert self.group is not None
         event = DeclaredEvent(
             prompt_id=self.prompt["id"], group_id=self.group.id, to_begin=self.group.to_begin, prompt=self.prompt
         )
@@ -86,19 +81,9 @@ class WatchedGroup:
 
     def _is_settled(self, now_s: float) -> bool:
         group = self.group
-        assert group is not None
-        if not group.race.is_over:
+        if group.seconds is None or (group.awaits_finish and not group.race.is_silent(now_s)):
             return False
-        self.over_s = now_s if self.over_s is None else self.over_s
-        if group.awaits_finish and (group.race.has_open or now_s <= self._silent_from_s):
-            return False
-        return group.is_counted or now_s - self.over_s > SEE_OUT_S
-
-    @property
-    def _silent_from_s(self) -> float:
-        """Time from which on no reward is awaited any more."""
-        assert self.group is not None
-        return self.group.race.active_s + self.group.terms.limits.idle_timeout_s
+        return group.is_counted or now_s > group.began_s + group.seconds + SEE_OUT_S
 
     # What the service of sessions tells it.
 
@@ -108,7 +93,7 @@ class WatchedGroup:
 
     def told(self, event: Event) -> None:
         self.harness.tell(event)
-        if isinstance(event, SessionEvent) and event.state != "wanted" and self.group is not None:
+        if isinstance(event, SessionEvent) and event.state != "wanted":
             self.admitted.num_ended += 1
             self.admitted.num_tokens += self.group.race.sessions[event.session_id].num_tokens
 
@@ -134,30 +119,33 @@ class SessionRunner:
 
     @property
     def is_ready(self) -> bool:
-        return self.num_harnesses > 0
+        return bool(self._here)
 
     @property
     def num_harnesses(self) -> int:
+        return len(self._here)
+
+    @property
+    def _here(self) -> list[Harness]:
         """Harnesses that read events."""
-        return sum(each.events is not None for each in self._harnesses.values())
+        return [each for each in self._harnesses.values() if each.events is not None]
 
     async def run(self, number: int, group: AdmittedGroup) -> None:
-        here = [each for each in self._harnesses.values() if each.events is not None]
-        if not here:
+        harness = min(self._here, key=lambda each: len(each.groups), default=None)
+        if harness is None:
             raise _no_harness("no harness reads its events")
         sessions, prompt = self._sessions(), group.prompt.model_dump(mode="json", exclude_none=True)
-        watched = WatchedGroup(min(here, key=lambda each: len(each.groups)), group, prompt)
         request = group_request(self._request, group.prompt, self._feed_id, is_long=group.is_long)
-        its = watched.group = sessions.declare(request, client_namespace(), watched)
-        watched.harness.groups[its.id] = watched
-        watched.harness.tell(*watched.declared)
+        its = sessions.declare(request, client_namespace())
+        watched = its.watcher = harness.groups[its.id] = WatchedGroup(harness, its, group, prompt)
+        harness.tell(*watched.declared)
         group.group_id = its.engine_id
         try:
             await watched.settled(sessions)
         finally:
             sessions.defer(its)
             its.watcher, group.saw_bad_weights = None, its.saw_bad_weights
-            del watched.harness.groups[its.id]
+            del harness.groups[its.id]
         answer = its.returned(prompt["id"], prompt, sessions.now_s())
         rewards = [each.reward for each in answer.trajectories if each.reward is not None]
         lengths = [each.num_tokens for each in answer.trajectories]
@@ -172,8 +160,7 @@ class SessionRunner:
             harness.leave()
 
     def events(self, name: str | None) -> AsyncGenerator[SessionFeedEvent, None]:
-        """Events of the groups of the harness with this name, first those of groups that it runs already. An earlier
-        stream of the harness ends.
+        """Events for the harness with this name. Groups that it runs already come first. An earlier stream of it ends.
 
         Raises: RequestError (429) with too many harnesses, before anything is sent.
         """
@@ -218,12 +205,10 @@ def check_room(sessions: SessionService | None, request: FeedRequest) -> None:
 
 
 def group_request(request: FeedRequest, prompt: Prompt, name: str, *, is_long: bool = False) -> SessionGroupRequest:
-    """The request for the group of one prompt. Audit ratio 0: the feed stops whole groups."""
-    said = request.sessions.model_dump(exclude_unset=True)
+    """The request for the group of one prompt."""
     redundancy = 0 if is_long else request.redundancy or 0
-    size = {"group_size": request.group_size, "redundancy": redundancy, "audit_ratio": 0.0}
-    id = f"{name}-{uuid.uuid4().hex[:12]}"
-    return SessionGroupRequest.model_validate({**said, **size, "id": id, "data": prompt.data})
+    its: SessionOptions = request.sessions
+    return its.group(f"{name}-{uuid.uuid4().hex[:12]}", request.group_size, redundancy, prompt.data)
 
 
 def _no_harness(reason: str) -> RequestError:

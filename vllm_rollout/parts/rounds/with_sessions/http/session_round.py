@@ -36,10 +36,7 @@ from vllm_rollout.parts.sessions.http.body import (
     SessionOptions,
 )
 from vllm_rollout.parts.sessions.http.groups import Event, OpenGroup
-from vllm_rollout.parts.sessions.http.service import TICK_S, SessionService
-
-SEE_OUT_S = 10.0
-"""Seconds that turns of lost sessions may take to stop. After that the round ends without their tokens."""
+from vllm_rollout.parts.sessions.http.service import SEE_OUT_S, TICK_S, SessionService
 
 
 class SessionTerms(NamedTuple):
@@ -50,10 +47,8 @@ class SessionTerms(NamedTuple):
     redundancy: int
 
     def request(self, id: str, data: Any = None) -> SessionGroupRequest:
-        """The request for one group. Audit ratio 0: audits stop nothing, and a round stops whole groups."""
-        said = self.options.model_dump(exclude_unset=True)
-        size = {"group_size": self.group_size, "redundancy": self.redundancy, "audit_ratio": 0.0}
-        return SessionGroupRequest.model_validate({**said, **size, "id": id, "data": data})
+        """The request for one group."""
+        return self.options.group(id, self.group_size, self.redundancy, data)
 
 
 class Declared(NamedTuple):
@@ -216,8 +211,7 @@ class SessionRound(LiveRound):
     def _stop_awaiting(self) -> None:
         """Stop waiting for rewards from a harness that was silent for longer than a session may be."""
         for _, group in list(self._awaited.values()):
-            limit_s = group.race.active_s + self.terms.options.idle_timeout_s
-            if self.sessions.now_s() > limit_s and not group.race.has_open:
+            if group.race.is_silent(self.sessions.now_s()):
                 self._settle(group)
         self._cut()
 
