@@ -225,6 +225,10 @@ EVENT_STREAM_EXAMPLE = "".join(
 )
 
 
+LIVE_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+"""Headers of an event stream that is read by GET: caches keep nothing of it, and proxies hold nothing back."""
+
+
 class EventStream(StreamingResponse):
     """An event stream that ends its source at once when the client goes away, even while no event is sent.
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.errors import ERRORS, errors_of
-from vllm_rollout.kernel.http.serialised import EventStream, json_response
+from vllm_rollout.kernel.http.serialised import LIVE_HEADERS, EventStream, json_response
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
 from vllm_rollout.parts.page.http.events import SCHEMA, GroupTexts
@@ -45,7 +45,7 @@ async def watch(request: Request) -> Response:
     """
     feed = _viewers(request).feed()
     first = await anext(feed)
-    return EventStream(chained(first, feed), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    return EventStream(chained(first, feed), headers=LIVE_HEADERS)
 
 
 @router.get(

@@ -12,7 +12,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import ERRORS, ROLLOUT_ERRORS, errors_of
-from vllm_rollout.kernel.http.serialised import EventStream, event_stream_schema, json_response, to_json
+from vllm_rollout.kernel.http.serialised import LIVE_HEADERS, EventStream, event_stream_schema, json_response, to_json
 from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS
 from vllm_rollout.parts.sessions.http.body import (
     FinishAnswer,
@@ -101,7 +101,7 @@ async def session_events(
     ones."""
     service = _sessions(request)
     service.read_group(group)
-    return EventStream(_sent(service.events(group)), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    return EventStream(_sent(service.events(group)), headers=LIVE_HEADERS)
 
 
 @router.get(

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import ERRORS, errors_of
-from vllm_rollout.kernel.http.serialised import EventStream, event_stream_schema, server_sent_events
+from vllm_rollout.kernel.http.serialised import LIVE_HEADERS, EventStream, event_stream_schema, server_sent_events
 from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS
 from vllm_rollout.parts.feeds.with_sessions.http.answers import SessionFeedEvent
 
@@ -43,4 +43,4 @@ async def feed_events(
     """
     feeds: Any = request.app.state.feed_service
     source = server_sent_events("the events of a feed", feeds.events(feed_id, harness))
-    return EventStream(source, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    return EventStream(source, headers=LIVE_HEADERS)
