@@ -34,10 +34,10 @@ class GroupOptions(TypedDict, total=False):
 
     early_stop: bool | str | None
     selection: str | Mapping[str, Any] | DualEndSelection | None
-    migration: str | None
-    scale_down: str | None
     on_engine_failure: str | None
     max_candidates: int | None
+    migration: str | None
+    scale_down: str | None
     pruning: Mapping[str, Any] | Pruning | None
     sampling_params: Mapping[str, Any] | None
     reward: str | Mapping[str, Any] | RewardOptions | None

@@ -37,7 +37,7 @@ DOORS: Mapping[Door, tuple[str, str]] = {  # kind of request -> title and descri
             'end with `finish_reason: "abort"` and `stop_reason: "surplus"` or `"pruned"`.'
         ),
     ),
-    "session": (
+    "claim": (
         "One request per turn of a session",
         "A request belongs to a session if it has `rollout_session` or the header `X-Session-ID`.",
     ),

@@ -18,14 +18,14 @@ from typing import Any
 import vllm_rollout
 from docs_tools.reference.markdown import prose, table
 from vllm_rollout.kernel.http.body import Body
-from vllm_rollout.kernel.part_terms import part_tables
+from vllm_rollout.kernel.part_terms import claimed_tables, part_tables
 from vllm_rollout.kernel.rules import fields
 from vllm_rollout.kernel.rules.rows import rows
 
 Schema = Mapping[str, Any]
 REFERENCE = "#/components/schemas/"
 TABLES = [value for value in vars(fields).values() if isinstance(value, type) and value.__module__ == fields.__name__]
-TABLES += part_tables()
+TABLES += part_tables() + claimed_tables()
 
 
 class Schemas:

@@ -12,8 +12,13 @@ from vllm_rollout.kernel.rules.terms_port import PartTerms, TermsPart
 
 
 def part_tables() -> list[type]:
-    """Tables of fields that parts read, also of parts that are left out."""
+    """Tables of fields from which parts make terms, also of parts that are left out."""
     return [part.table for _, part in chain(faces("terms"), faces_left_out("terms"))]
+
+
+def claimed_tables() -> list[type]:
+    """Tables of fields in requests that parts claim, also of parts that are left out."""
+    return [table for _, table in chain(faces("xargs"), faces_left_out("xargs"))]
 
 
 def terms_of(table: type, fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, PartTerms]:

@@ -5,18 +5,27 @@ Invariant: an error names a field as the user wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any
 
-from vllm_rollout.kernel.part_terms import check_given, part_tables, terms_of
+from vllm_rollout.kernel.part_terms import check_given, claimed_tables, part_tables, terms_of, why_unread
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.fields import PLAN_FIELDS, ROWS
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, make_join, make_plan
 from vllm_rollout.kernel.rules.rows import Door, PlanError, Row, rows
 from vllm_rollout.kernel.rules.terms_port import PartTerms, pruning_of
 
 PREFIX = "rollout_"
+MARK = f'"{PREFIX}'.encode()
+"""Beginning of each name of our fields in a body."""
 PART_TABLES = part_tables()
-ALL_ROWS: Mapping[str, Row] = {**ROWS, **{field: row for table in PART_TABLES for field, row in rows(table).items()}}
+CLAIMED_ROWS: Mapping[str, Row] = {field: row for table in claimed_tables() for field, row in rows(table).items()}
+"""Rows of the fields of parts in requests that they claim, by field name."""
+ALL_ROWS: Mapping[str, Row] = {
+    **ROWS,
+    **{field: row for table in PART_TABLES for field, row in rows(table).items()},
+    **CLAIMED_ROWS,
+}
 """Rows of the kernel's fields and of those of parts, by field name."""
 NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row in ALL_ROWS.items()}
 """Name among the xargs, by field of a plan."""
@@ -47,28 +56,12 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
     return make_plan(n, **group, parts=_terms(said), max_candidates=max_candidates, names=names)
 
 
-class TurnSaid(NamedTuple):
-    """Fields of a request that is one turn of a session."""
-
-    session: str
-    last: bool
-    group: Mapping[str, Any]
-    """Fields of the group, by name. The first turn needs them, later turns may repeat them."""
-
-
-def turn_from_xargs(xargs: Mapping[str, object], named: str | None, *, n: int) -> TurnSaid:
-    """Read the fields of a turn. `named`: the session of the request header.
+def claimed_from_xargs(xargs: Mapping[str, object]) -> dict[str, Any]:
+    """Checked values, by field, of a request that a part claims.
 
     Raises: PlanError with the field's name as the user wrote it.
     """
-    said = _read(xargs, "session")
-    session = said.pop("session", named)
-    if session is None:
-        raise PlanError(NAMES["session"], "is required, or the header X-Session-ID: which session this is a turn of.")
-    ROWS["session"].check(session, NAMES["session"])
-    if n != 1:
-        raise PlanError(NAMES["session"], f"a turn of a session has one answer, but n is {n}. Send n=1.")
-    return TurnSaid(session, said.pop("last", False), said)
+    return _read(xargs, "claim")
 
 
 def audit_ratio_from_xargs(xargs: Mapping[str, object], plan: GroupPlan | GroupJoin, of_server: float) -> float:
@@ -108,14 +101,22 @@ def _read(xargs: Mapping[str, object], door: Door) -> dict[str, Any]:
     allowed = {NAMES[field]: field for field, row in ALL_ROWS.items() if door in row.doors}
     for key in xargs:
         if key not in allowed:
-            joins = any(NAMES[field] == key and "join" in row.doors for field, row in ALL_ROWS.items())
-            problem = "needs rollout_group_size" if joins else "is not a field of this version"
-            raise PlanError(key, f"{problem}; allowed here: {', '.join(allowed)}.")
+            raise PlanError(key, _why_unknown(key, allowed))
     said = {field: xargs[key] for key, field in allowed.items() if xargs.get(key) is not None}
     said.pop("audit_ratio", None)
     for table in PART_TABLES:
         check_given(table, [field for field in rows(table) if field in said], NAMES)
     return {field: ALL_ROWS[field].read(value, NAMES[field]) for field, value in said.items()}
+
+
+def _why_unknown(key: str, allowed: Collection[str]) -> str:
+    """The problem with a name that is not allowed here, and the remedy."""
+    field = next((field for field, name in NAMES.items() if name == key), None)
+    if field in CLAIMED_ROWS and not any(field in rows(table) for _, table in faces("xargs")):
+        return why_unread("xargs", lambda table: field in rows(table))
+    joins = field is not None and "join" in ALL_ROWS[field].doors
+    problem = "needs rollout_group_size" if joins else "is not a field of this version"
+    return f"{problem}; allowed here: {', '.join(allowed)}."
 
 
 def _terms(said: Mapping[str, Any]) -> dict[str, PartTerms]:

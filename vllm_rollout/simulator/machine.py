@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
-from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.simulator.parts import simulated
 
@@ -19,6 +18,7 @@ IDEAL_COST = CostModel(((0.0, PTLCurve((1.0,), (1.0,))),))
 
 Curve = list[tuple[float, int]]
 """(time, number of candidates that run from then on)."""
+Migration = Literal["off", "spread", "consolidate", "auto"]
 ScaleDown = Literal["off", "auto"]
 
 

@@ -19,12 +19,14 @@ from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
 
 BODY = {"prompts": [{"prompt": "a"}], "group_size": 2}
-VALUES = {"audit_ratio": 0.5, "migration": "auto", "redundancy": "auto", "reward": "exact", "scale_down": "auto"}
+VALUES = {"audit_ratio": 0.5, "redundancy": "auto", "reward": "exact"}
+OF_BODIES = {"migration": "auto", "scale_down": "auto", "pruning": {"detection_length": 8}}
+"""Fields that parts add to the body."""
 
 
 def fields_of(name: str) -> frozenset[str]:
-    plan = parts.face(name, "plan")
-    return frozenset() if plan is None else plan.fields
+    plan, body = parts.face(name, "plan"), parts.face(name, "fields")
+    return frozenset(() if plan is None else plan.fields) | frozenset(() if body is None else body.model_fields)
 
 
 @pytest.fixture(params=sorted(parts.installed_parts()))
@@ -38,7 +40,8 @@ def left_out(request: pytest.FixtureRequest) -> Iterator[frozenset[str]]:
 
 def test_each_field_of_a_part_asks_it():
     obeyed = frozenset().union(*map(fields_of, parts.installed_parts()))
-    assert obeyed <= ASKS_A_PART.keys() == VALUES.keys()
+    assert ASKS_A_PART.keys() == VALUES.keys()
+    assert obeyed <= VALUES.keys() | OF_BODIES.keys()
 
 
 async def test_rollouts_run_and_fields_of_the_part_are_refused(engine: FakeEngine, left_out: frozenset[str]):
@@ -48,5 +51,5 @@ async def test_rollouts_run_and_fields_of_the_part_are_refused(engine: FakeEngin
         assert [event.status async for event in events if event.type == "group"] == ["complete"]
     for field in left_out:
         with pytest.raises(RequestError, match=f"^{field}: this server runs without the part ") as error:
-            await service.prepare(RolloutRequest.model_validate({**BODY, field: VALUES[field]}))
+            await service.prepare(RolloutRequest.model_validate({**BODY, field: (VALUES | OF_BODIES)[field]}))
         assert error.value.param == field

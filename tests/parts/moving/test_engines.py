@@ -147,7 +147,8 @@ async def test_ranks_are_taken_back_also_when_nobody_waits_for_it(engine: FakeEn
     watch = await scaled_down(moves)
     assert moves.held == {2, 3}
     service = RolloutService(engine, Metrics(CollectorRegistry()))
-    rollout = await service.prepare(RolloutRequest.model_validate({"prompts": PROMPTS[:1], "group_size": 2}))
+    body = {"prompts": PROMPTS[:1], "group_size": 2, "scale_down": "auto"}
+    rollout = await service.prepare(RolloutRequest.model_validate(body))
     (moving,) = (part for part in rollout.parts if isinstance(part, MovingRollout))
     moving.watch = watch
     answering = asyncio.create_task(service.answer(rollout))

@@ -23,13 +23,13 @@ from tests.kernel.http.test_renamed import REMOVED_NAMES
 from tests.parts.sessions.test_sessions import begin, play
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.rounds.http.answer_events import events_of_answer
 from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
 from vllm_rollout.parts.rounds.http.live import Begun
 from vllm_rollout.parts.rounds.http.stored import EndedGroup
 from vllm_rollout.parts.rounds.with_sessions.http import session_round
 from vllm_rollout.parts.sessions.http import service as sessions_module
+from vllm_rollout.parts.sessions.http.asked import turn_from_xargs
 from vllm_rollout.parts.sessions.http.body import FinishRequest
 from vllm_rollout.parts.sessions.http.groups import OpenGroup
 from vllm_rollout.parts.sessions.http.service import SessionService

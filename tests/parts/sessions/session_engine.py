@@ -12,7 +12,7 @@ from itertools import count
 
 from vllm_rollout.kernel.http.reward_body import RewardOptions
 from vllm_rollout.kernel.rules.rewards import Grade
-from vllm_rollout.kernel.xargs import TurnSaid
+from vllm_rollout.parts.sessions.http.asked import TurnSaid
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 from vllm_rollout.parts.sessions.http.trajectory import Comparison, Continuation, Conversation, Decode

@@ -21,8 +21,8 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.sessions.http import service as module
+from vllm_rollout.parts.sessions.http.asked import turn_from_xargs
 from vllm_rollout.parts.sessions.http.body import FinishAnswer, FinishRequest, GroupOverEvent, SessionGroupRequest
 from vllm_rollout.parts.sessions.http.groups import Event, OpenGroup
 from vllm_rollout.parts.sessions.http.service import SessionService

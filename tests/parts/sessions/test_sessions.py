@@ -16,8 +16,8 @@ from tests.parts.sessions.session_engine import compare_now, followed
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.sessions.http import service as module
+from vllm_rollout.parts.sessions.http.asked import turn_from_xargs
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 from vllm_rollout.parts.sessions.http.trajectory import Conversation, Turn

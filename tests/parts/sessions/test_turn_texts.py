@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.parts.sessions.session_engine import followed
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.sessions.http import trajectory as module
+from vllm_rollout.parts.sessions.http.asked import turn_from_xargs
 from vllm_rollout.parts.sessions.http.trajectory import Comparison, Conversation, Turn
 
 WORDS = [b"a", b"b", b"ab", b" ", b"ba", "é".encode(), "é".encode()[:1], "é".encode()[1:], "😀".encode(), b"\n"]

@@ -11,7 +11,7 @@ from tests.kernel.http.conftest import make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.kernel.http.test_work import LARGE, SMALL
 from tests.support.work import faster_than_linear
-from vllm_rollout.kernel.xargs import turn_from_xargs
+from vllm_rollout.parts.sessions.http.asked import turn_from_xargs
 from vllm_rollout.parts.sessions.http.body import FinishRequest, SessionGroupRequest
 from vllm_rollout.parts.sessions.http.service import SessionService
 

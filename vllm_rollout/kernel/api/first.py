@@ -1,5 +1,5 @@
-"""Sessions and runs are in the first API process. Other API processes reach it over a socket in the server's own
-folder.
+"""The first of several API processes, which the other processes reach over a socket in the server's own folder
+(`kernel/http/first.py`).
 
 Invariant: vLLM's own server, which listens to clients, does not know of this socket.
 """

@@ -6,7 +6,7 @@ Invariant: a message to a group (a launch, an abort) goes to the rank that has t
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
@@ -16,7 +16,6 @@ from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.other_requests import OtherRequests
 from vllm_rollout.kernel.rules.ranks import PlacedGroup, Ranks
 
@@ -47,11 +46,6 @@ class GroupRoute:
     def num_left(self) -> int:
         """Running candidates that started together."""
         return 0 if self.placed is None else self.placed.num_left
-
-    @property
-    def migration(self) -> Migration:
-        """Reasons for which the group may move without a drain."""
-        return "off" if self.outlook is None else self.outlook.migration
 
     async def at_rest(self) -> None:
         """Wait until the group does not move."""
@@ -149,9 +143,9 @@ class GroupRoutes:
             )
 
     @property
-    def movable(self) -> list[GroupRoute]:
-        """Groups that may move without a drain of their rank."""
-        return [route for route in self._routes.values() if route.migration != "off"]
+    def running(self) -> Collection[GroupRoute]:
+        """Routes of all running groups."""
+        return self._routes.values()
 
     def open(
         self,

@@ -8,7 +8,6 @@ from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
-from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.types import Ending, RankCounts, is_too_late
 
@@ -81,7 +80,7 @@ class Beginnings:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The expected lengths of a group and its permission to move, for engines with several ranks."""
+    """The expected lengths of a group, for engines with several ranks."""
 
     lengths: Any
     """Lengths of its prompt, else of the data set, as a part knew them before its rollout began. None if unknown.
@@ -91,8 +90,6 @@ class Outlook:
     prompt_tokens: int
     max_tokens: int | None
     """Most output tokens of its candidates. None if unknown."""
-    migration: Migration = "off"
-    """Purpose for which the group may move while its rank is not drained."""
 
 
 @dataclass(frozen=True, slots=True)

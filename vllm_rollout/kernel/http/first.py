@@ -1,5 +1,6 @@
 """Requests for the first of several API processes. It serves all state that one process must know as a whole:
-sessions, runs, the page of both, and groups without a name. The other processes forward such requests to it.
+groups without a name, and what parts have below the paths of their face `first`. The other processes forward such
+requests to it.
 
 Invariant: a client cannot tell which process has read its request.
 """
@@ -10,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -23,15 +25,17 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_response
 from vllm_rollout.kernel.http.paths import path_of
 from vllm_rollout.kernel.http.slices import unless
-from vllm_rollout.kernel.xargs import NAMES
+from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.xargs import CLAIMED_ROWS, MARK, NAMES
 
-ROOTS: Final = ("/v1/groups", "/v1/sessions", "/v1/runs", "/v1/feeds", "/v1/rewards", "/rollouts")
+ROOTS: Final = ("/v1/rewards",)
 BELOW: Final = "/v1/rollouts/"
 """Paths below it are for rewards, the state (with its runs) and the page's feed. A rollout itself is served by any
 process."""
 JOINING: Final = {"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"}
-"""Endpoints whose requests may be turns of a session, or members of a group."""
-SESSION, GROUP, SIZE = (f'"{NAMES[field]}"'.encode() for field in ("session", "group_id", "group_size"))
+"""Endpoints whose requests a part may claim, or which may be members of a group."""
+GROUP, SIZE = (f'"{NAMES[field]}"'.encode() for field in ("group_id", "group_size"))
+CLAIMED: Final = [f'"{NAMES[field]}"'.encode() for field in CLAIMED_ROWS]
 STATES_A_BODY: Final = {b"content-length", b"transfer-encoding"}
 OF_ONE_HOP: Final = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"date", b"server"}
 """Headers of one connection, which are not forwarded."""
@@ -48,21 +52,22 @@ class FirstProcess:
         """`socket`: the first process's socket. `in_use`: a file that exists as soon as that process has had a
         session."""
         self._in_use = in_use
+        self._roots = (*ROOTS, *chain.from_iterable(paths for _, paths in faces("first")))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S)
         self._transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits, retries=NUM_TRIES)
 
     def has(self, path: str) -> bool:
         """True if the first process serves this path, whichever process is asked."""
-        return path.startswith(BELOW) or any(path == root or path.startswith(f"{root}/") for root in ROOTS)
+        return path.startswith(BELOW) or any(path == root or path.startswith(f"{root}/") for root in self._roots)
 
     def joins(self, body: bytes, *, in_session: bool) -> bool:
-        """True if the request may be a turn of a session, or joins a group without a name, whose members must meet
-        in one process.
+        """True if a part may claim the request, or the request joins a group without a name, whose members must
+        meet in one process.
 
         `in_session`: the request has the header X-Session-ID. Many harnesses send it without any group. So it only
         counts with a group id, or if there were sessions.
         """
-        if SESSION in body or (SIZE in body and GROUP not in body):
+        if MARK in body and (any(name in body for name in CLAIMED) or (SIZE in body and GROUP not in body)):
             return True
         return in_session and (GROUP in body or self._in_use.exists())
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_response
 from vllm_rollout.kernel.http.paths import path_of
-from vllm_rollout.kernel.xargs import GRADING, NAMES, PREFIX
+from vllm_rollout.kernel.xargs import GRADING, MARK, NAMES
 
 XARGS, EXTRA_ARGS = "vllm_xargs", "sampling_params.extra_args"
 PLACES: Final[Mapping[str, str | None]] = {
@@ -34,7 +34,6 @@ PLACES: Final[Mapping[str, str | None]] = {
 OBJECTS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
 """Objects of a body in which somebody may write them, with those inside of these."""
 FIELDS: Final = frozenset({*NAMES.values(), *GRADING})
-MARK: Final = f'"{PREFIX}'.encode()
 
 
 class MisplacedFields:

@@ -49,10 +49,8 @@ from vllm_rollout.kernel.rules.types import Ending, GroupResult
 
 ASKS_A_PART: Mapping[str, Callable[[RolloutRequest], bool]] = {
     "audit_ratio": lambda request: bool(request.audit_ratio),
-    "migration": lambda request: request.migration != "off",
     "redundancy": lambda request: request.tradeoff is not None,
     "reward": lambda request: request.reward is not None,
-    "scale_down": lambda request: request.scale_down != "off",
 }
 """Field of a request that a part obeys -> True if its value needs the part. It is refused if the part is not there."""
 Launch = Callable[[GroupOrder], AsyncGenerator[Happening, None]]

@@ -15,7 +15,7 @@ from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Outlook, PreparedPrompt, RequestError
 from vllm_rollout.kernel.http.plan_port import RolloutPart
 from vllm_rollout.kernel.http.protocol import Included, RolloutRequest
-from vllm_rollout.kernel.rules.fields import Migration, OnEngineFailure
+from vllm_rollout.kernel.rules.fields import OnEngineFailure
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan
 from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
@@ -132,8 +132,6 @@ class Rollout:
     included: Set[Included]
     stream_tokens: int | None
     course: Course
-    migration: Migration = "off"
-    """Purpose for which its groups may move to other ranks."""
     on_engine_failure: OnEngineFailure = "fail"
     """Action for groups that the engine loses."""
     priority: int = 0
@@ -161,7 +159,7 @@ class Rollout:
     def order(self, position: int, *, may_move: bool) -> GroupOrder:
         """The order to run the group of the prompt at `position`. `may_move`: there are other ranks."""
         prompt, plan = self.prompts[position], self.plans[position]
-        outlook = Outlook(plan.lengths, len(prompt.token_ids), prompt.max_tokens, self.migration)
+        outlook = Outlook(plan.lengths, len(prompt.token_ids), prompt.max_tokens)
         return GroupOrder(
             group_id=self.group_id(position),
             plan=plan.group,

@@ -10,7 +10,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
+from functools import partial
 from itertools import chain
+from operator import is_
 from typing import TypeVar
 
 from vllm_rollout.background import survived, to_its_end
@@ -31,7 +33,7 @@ from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.part_terms import why_unread
-from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.parts import faces, faces_left_out
 from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan, make_plan, upper_bound
 from vllm_rollout.kernel.rules.prompt_key import history_key
@@ -143,7 +145,6 @@ class RolloutService:
             included=frozenset(request.include),
             stream_tokens=request.stream_tokens,
             course=AllPrompts(draft.positions),
-            migration=request.migration,
             on_engine_failure=request.on_engine_failure,
             priority=request.priority,
             is_graded=request.reward is not None,
@@ -177,6 +178,10 @@ class RolloutService:
 
     def _check_fields(self, request: RolloutRequest) -> None:
         """Raises: RequestError for a field whose part is not there."""
+        for _, body in faces_left_out("fields"):
+            for field in request.model_fields_set & body.model_fields.keys():
+                if getattr(request, field) != body.model_fields[field].default:
+                    raise RequestError(f"{field}: {why_unread('fields', partial(is_, body))}", param=field)
         for field, asks in ASKS_A_PART.items():
             if asks(request) and not any(field in part.fields for part in self._parts):
                 raise RequestError(f"{field}: {_why_unread(field)}", param=field)

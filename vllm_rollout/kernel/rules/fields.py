@@ -31,16 +31,12 @@ from vllm_rollout.kernel.rules.rows import (
 )
 
 OWN: tuple[Door, ...] = ("body", "own")
-JOIN: tuple[Door, ...] = ("join", "session")
-SESSION: tuple[Door, ...] = ("body", "session")
+JOIN: tuple[Door, ...] = ("join", "claim")
 
 SelectionRule = Literal["first", "shortest", "dual_end"]
 EarlyStop = bool | Literal["auto"] | None
 """None and "auto": stop early if the selection allows it."""
-Migration = Literal["off", "spread", "consolidate", "auto"]
 OnEngineFailure = Literal["fail", "retry"]
-CutTurn = Literal["ends", "goes_on"]
-HistoryRule = Literal["strict", "rewritable"]
 LaunchRule = Literal["auto", "prompts"]
 AUTO = "auto"
 
@@ -121,21 +117,6 @@ class RaceFields:
         default="first",
         flat=Names(get_args(SelectionRule)),
     )
-    migration: Migration = row(
-        Names(get_args(Migration)),
-        'When groups may move to another rank: with "spread", if their rank lags, with "consolidate", if the tail of a '
-        "rollout fits on fewer ranks. Groups move only if that pays by the profile, which is required. With "
-        '"auto" both are possible.',
-        "body",
-        default="off",
-    )
-    scale_down: Literal["off", "auto"] = row(
-        Names(("off", AUTO)),
-        '"auto": free half of the ranks once 20 to 50 % of the candidates have ended and the others fit on the other '
-        "half. The freed ranks stay empty until the rollout is over. A stream has a `ranks_free` event.",
-        "body",
-        default="off",
-    )
     on_engine_failure: OnEngineFailure = row(
         Names(get_args(OnEngineFailure)),
         'If a data-parallel rank dies while others live, "fail" ends its groups: their unfinished candidates have '
@@ -209,65 +190,12 @@ class JoinFields:
     )
 
 
-@dataclass(kw_only=True)
-class SessionFields:
-    """Fields of groups whose candidates are sessions."""
-
-    max_turns: int | None = row(
-        Integer(1, config.MAX_TURNS),
-        "Upper bound of a session's turns. After so many turns the session is over, as truncated. Default: no limit.",
-        *SESSION,
-        default=None,
-    )
-    max_tokens: int | None = row(
-        Integer(1, config.MAX_SESSION_TOKENS),
-        "Upper bound of the tokens that the policy generates in all turns of a session. At the bound the session is "
-        "over, as truncated. Default: no limit.",
-        *SESSION,
-        default=None,
-    )
-    idle_timeout_s: float = row(
-        Number(0, config.MAX_SESSION_IDLE_S, above=True),
-        "If a session gets no request for so many seconds between two turns, it is void.",
-        *SESSION,
-        default=config.SESSION_IDLE_S,
-    )
-    cut_turn: CutTurn = row(
-        Names(get_args(CutTurn)),
-        'Effect of a turn that was cut at its own max_tokens. "ends": the session is over, as truncated. "goes_on": '
-        "the session continues.",
-        *SESSION,
-        default="ends",
-    )
-    history: HistoryRule = row(
-        Names(get_args(HistoryRule)),
-        'Effect of a turn whose messages change the history of earlier turns. "strict": the turn is refused. '
-        '"rewritable": the turn begins a new segment of the trajectory.',
-        *SESSION,
-        default="strict",
-    )
-
-
-@dataclass(kw_only=True)
-class TurnFields:
-    """Fields of a request that is one turn of a session."""
-
-    session: str | None = row(
-        Text(MAX_NAME_CHARS), "The session's id. Default: the header X-Session-ID.", "session", default=None
-    )
-    last: bool = row(
-        Flag(), "No turn follows this one. When this turn ends, the session has finished.", "session", default=False
-    )
-
-
 PLAN_FIELDS = tuple(
     field for table in (RaceFields, DualEndFields) for field, r in rows(table).items() if "own" in r.doors
 )
 """Names of the fields that `kernel/rules/plan.py::make_plan` takes from a request."""
 
 ROWS: Mapping[str, Row] = {
-    field: row
-    for table in (GroupFields, DualEndFields, AutoFields, JoinFields, SessionFields, TurnFields)
-    for field, row in rows(table).items()
+    field: row for table in (GroupFields, DualEndFields, AutoFields, JoinFields) for field, row in rows(table).items()
 }
 """Rows of the kernel's fields, by field name."""

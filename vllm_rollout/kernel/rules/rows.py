@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-Door = Literal["body", "own", "join", "session"]
-"""body     an object in one of our bodies, which the table names
-own      `vllm_xargs` of a request that has a group of its own
-join     `vllm_xargs` of one of several requests that make up a group
-session  `vllm_xargs` of a request that is one turn of a candidate
+Door = Literal["body", "own", "join", "claim"]
+"""body   an object in one of our bodies, which the table names
+own    `vllm_xargs` of a request that has a group of its own
+join   `vllm_xargs` of one of several requests that make up a group
+claim  `vllm_xargs` of a request that a part claims (`kernel/api/claims.py`)
 """
 
 

@@ -9,6 +9,7 @@ PART = Part(
     faces={
         "api": "vllm_rollout.parts.feeds.api:FeedsApi",
         "client": "vllm_rollout.parts.feeds.client.methods:CLIENT",
+        "first": "vllm_rollout.parts.feeds.http.routes:OF_FIRST",
         "metrics": "vllm_rollout.parts.feeds.http.metrics:FeedMetrics",
         "routes": "vllm_rollout.parts.feeds.http.routes:ROUTES",
     },

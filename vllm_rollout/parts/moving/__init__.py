@@ -11,6 +11,7 @@ PART = Part(
         "client": "vllm_rollout.parts.moving.client:CLIENT",
         "core": "vllm_rollout.parts.moving.core.moving:GroupMoves",
         "engine_client": "vllm_rollout.parts.moving.api.rank_client:RankClient",
+        "fields": "vllm_rollout.parts.moving.http.fields:MovedFields",
         "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
         "life": "vllm_rollout.parts.moving.api.deaths:life_of",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",

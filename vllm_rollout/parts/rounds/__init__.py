@@ -11,6 +11,7 @@ PART = Part(
         "client": "vllm_rollout.parts.rounds.client.methods:CLIENT",
         "core": "vllm_rollout.parts.rounds.core:RoundsCore",
         "demo": "vllm_rollout.parts.rounds.demo.run:demo",
+        "first": "vllm_rollout.parts.rounds.http.routes:OF_FIRST",
         "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
         "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
         "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",

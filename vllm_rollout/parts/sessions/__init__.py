@@ -10,8 +10,10 @@ PART = Part(
         "api": "vllm_rollout.parts.sessions.api.part:SessionsApi",
         "app": "vllm_rollout.parts.sessions.api.turns:refuse_full_turns",
         "client": "vllm_rollout.parts.sessions.client.agents:CLIENT",
+        "first": "vllm_rollout.parts.sessions.http.routes:OF_FIRST",
         "metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics",
         "routes": "vllm_rollout.parts.sessions.http.routes:ROUTES",
+        "xargs": "vllm_rollout.parts.sessions.http.fields:TurnFields",
     },
     also={
         "page": {

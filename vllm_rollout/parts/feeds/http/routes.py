@@ -21,6 +21,7 @@ from vllm_rollout.parts.feeds.http.service import FeedService
 
 router: APIRouter = APIRouter(route_class=RolloutRoute, tags=["feeds"])
 ROUTES = {45: router}
+OF_FIRST = ("/v1/feeds",)
 
 NO_BATCH = "There was no batch within timeout_s seconds. The message says what it waits for."
 

@@ -13,8 +13,10 @@ from vllm.logger import init_logger
 
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.group_routes import GroupRoute
 from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.parts.moving.api.moving import EngineMoves
+from vllm_rollout.parts.moving.http.fields import Migration, MovingOutlook
 from vllm_rollout.parts.moving.rules.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
@@ -22,6 +24,11 @@ logger = init_logger("vllm.vllm_rollout")
 
 LOOK_S = 0.05
 """Seconds between two counts of ended candidates, while groups run that may move."""
+
+
+def migration_of(route: GroupRoute) -> Migration:
+    """Reasons for which the group may move without a drain."""
+    return route.outlook.migration if isinstance(route.outlook, MovingOutlook) else "off"
 
 
 class MigrationWatch:
@@ -43,7 +50,7 @@ class MigrationWatch:
         num_left_at_look, delay = 0, 0.0
         while not self._client.errored:
             await asyncio.sleep(LOOK_S)
-            num_left = sum(route.num_left for route in routes.movable)
+            num_left = sum(route.num_left for route in routes.running if migration_of(route) != "off")
             if not num_left:
                 return
             if num_left > num_left_at_look:  # more have begun
@@ -60,8 +67,8 @@ class MigrationWatch:
         """The next moves, and how much this tail's consolidations delay its end so far (`Consolidation.delay`)."""
         cost, loads = self._shaping.cost_model, await self._moves.rank_loads()
         assert cost is not None, "without costs nothing watches"
-        if spread := plan_spread(cost, loads(lambda route: route.migration in ("spread", "auto"))):
+        if spread := plan_spread(cost, loads(lambda route: migration_of(route) in ("spread", "auto"))):
             return spread, delay
-        may_consolidate = loads(lambda route: route.migration in ("consolidate", "auto"))
+        may_consolidate = loads(lambda route: migration_of(route) in ("consolidate", "auto"))
         consolidation = plan_consolidation(cost, may_consolidate, delay)
         return consolidation.moves, consolidation.delay

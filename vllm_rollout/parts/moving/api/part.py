@@ -8,6 +8,7 @@ from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.http.engine import GroupOrder
 from vllm_rollout.parts.moving.api.migration import MigrationWatch
 from vllm_rollout.parts.moving.api.moving import EngineMoves
+from vllm_rollout.parts.moving.http.fields import MovingOutlook
 from vllm_rollout.parts.moving.rules.placement import PredictedRanks
 from vllm_rollout.parts.moving.rules.work import TokenCost
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
@@ -32,5 +33,5 @@ class MovingApi(EngineMoves):
         self.follow_holds()
 
     def group_begins(self, order: GroupOrder) -> None:
-        if order.outlook is not None and order.outlook.migration != "off":
+        if isinstance(order.outlook, MovingOutlook) and order.outlook.migration != "off":
             self._migration.let_migrate()

@@ -15,8 +15,8 @@ from dataclasses import replace
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.http.answers import RanksFreeEvent
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, RequestError
-from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.parts.moving.http.engine import MovesPart
+from vllm_rollout.parts.moving.http.fields import MovedFields
 from vllm_rollout.parts.moving.rules.scaling import Progress, not_now
 
 logger = logging.getLogger("vllm.vllm_rollout")
@@ -25,7 +25,7 @@ DRAIN_TIMEOUT_S = 60.0
 """Seconds that a freed rank's remaining work may run. Work that cannot move may still be there afterwards."""
 
 
-def check(engine: Engine, request: RolloutRequest) -> None:
+def check(engine: Engine, request: MovedFields) -> None:
     """Raises: RequestError for a request whose groups may move, where they cannot."""
     for field, wanted, priced in (("migration", request.migration, True), ("scale_down", request.scale_down, False)):
         if wanted != "off" and (refusal := engine.part(MovesPart).refusal(priced=priced)) is not None:

@@ -19,6 +19,7 @@ from vllm_rollout.parts.page.http.viewers import Viewers
 
 router = APIRouter(route_class=RolloutRoute, tags=["watch"], dependencies=[Depends(require_on)])
 ROUTES = {80: router, 90: page_router()}
+OF_FIRST = ("/rollouts",)
 MAX_POSITION = 1 << 20
 
 

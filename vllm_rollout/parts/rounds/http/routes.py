@@ -27,6 +27,7 @@ RUN_ERRORS = ERRORS | errors_of(409, 507)
 
 router: APIRouter = APIRouter(route_class=RolloutRoute, tags=["runs"])
 ROUTES = {40: router}
+OF_FIRST = ("/v1/runs",)
 
 
 def _runs(request: Request) -> RunService:

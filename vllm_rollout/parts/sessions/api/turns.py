@@ -28,7 +28,8 @@ from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
-from vllm_rollout.kernel.xargs import NAMES, turn_from_xargs
+from vllm_rollout.kernel.xargs import NAMES
+from vllm_rollout.parts.sessions.http.asked import turn_from_xargs
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 

@@ -1,4 +1,4 @@
-"""The terms of a group of sessions, from its declaration or from the first turn of a session.
+"""The terms of a group of sessions, from its declaration or from the first turn of a session, and fields of turns.
 
 Invariant: this module opens no group.
 """
@@ -6,16 +6,40 @@ Invariant: this module opens no group.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.rules.fields import SessionFields
 from vllm_rollout.kernel.rules.rows import PlanError, rows
 from vllm_rollout.kernel.rules.terms_port import PartTerms
-from vllm_rollout.kernel.xargs import NAMES, TurnSaid
+from vllm_rollout.kernel.xargs import NAMES, claimed_from_xargs
 from vllm_rollout.parts.sessions.http.body import SessionGroupRequest
+from vllm_rollout.parts.sessions.http.fields import SessionFields, TurnFields
 from vllm_rollout.parts.sessions.http.groups import OpenGroup, Terms, limits_of
+
+
+class TurnSaid(NamedTuple):
+    """Fields of a request that is one turn of a session."""
+
+    session: str
+    last: bool
+    group: Mapping[str, Any]
+    """Fields of the group, by name. The first turn needs them, later turns may repeat them."""
+
+
+def turn_from_xargs(xargs: Mapping[str, object], named: str | None, *, n: int) -> TurnSaid:
+    """Read the fields of a turn. `named`: the session of the request header.
+
+    Raises: PlanError with the field's name as the user wrote it.
+    """
+    said = claimed_from_xargs(xargs)
+    session = said.pop("session", named)
+    if session is None:
+        raise PlanError(NAMES["session"], "is required, or the header X-Session-ID: which session this is a turn of.")
+    rows(TurnFields)["session"].check(session, NAMES["session"])
+    if n != 1:
+        raise PlanError(NAMES["session"], f"a turn of a session has one answer, but n is {n}. Send n=1.")
+    return TurnSaid(session, said.pop("last", False), said)
 
 
 def asked_terms(request: SessionGroupRequest, pruning_refusal: Callable[[], str | None], audit_ratio: float) -> Terms:

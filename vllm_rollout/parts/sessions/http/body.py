@@ -13,9 +13,10 @@ from vllm_rollout.kernel.http.body import Body, check_json, of_table
 from vllm_rollout.kernel.http.protocol import OfParts
 from vllm_rollout.kernel.http.reward_body import RewardField
 from vllm_rollout.kernel.http.rewards import RewardValue
-from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS, ROWS, SessionFields
+from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS, ROWS
 from vllm_rollout.kernel.rules.rows import rows
 from vllm_rollout.kernel.rules.types import EndedBy, GroupStatus, SessionState
+from vllm_rollout.parts.sessions.http.fields import SessionFields
 from vllm_rollout.parts.sessions.http.trajectory import History
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)]

@@ -36,6 +36,7 @@ class NameConvertor(StringConvertor):
 register_url_convertor("name", NameConvertor())
 router = APIRouter(route_class=RolloutRoute, tags=["sessions"])
 ROUTES = {60: router}
+OF_FIRST = ("/v1/groups", "/v1/sessions")
 SESSION_ERRORS = ERRORS | errors_of(409)
 Id = Annotated[str, Path(max_length=MAX_NAME_CHARS)]
 

@@ -28,11 +28,11 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.reward_body import RewardOptions, options_of
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
-from vllm_rollout.kernel.xargs import NAMES, TurnSaid
+from vllm_rollout.kernel.xargs import NAMES
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http.service import GradingService
-from vllm_rollout.parts.sessions.http.asked import asked_terms, check_same, most_sessions, said_terms
+from vllm_rollout.parts.sessions.http.asked import TurnSaid, asked_terms, check_same, most_sessions, said_terms
 from vllm_rollout.parts.sessions.http.body import (
     FinishAnswer,
     FinishRequest,
@@ -158,6 +158,19 @@ class SessionService:
         """The most sessions that such a group may have. Raises: RequestError for terms that no group can have."""
         terms, _ = self._asked(request)
         return most_sessions(terms)
+
+    def check_together(self, request: SessionGroupRequest, num_groups: int, groups: str, field: str) -> None:
+        """Check the terms of groups that are open together. `groups`: what they are. `field`: sets their number.
+
+        Raises: RequestError.
+        """
+        if (most := num_groups * self.check(request)) > MAX_OPEN_SESSIONS:
+            raise RequestError(
+                f"{field}: open groups may have {MAX_OPEN_SESSIONS} sessions, got {groups} with {most} in all, with "
+                f"those in the place of void ones. Lower {field}, group_size, the number of spare ones, or "
+                "sessions.max_sessions.",
+                param=field,
+            )
 
     def check_room(self, num_sessions: int) -> None:
         """Check that `num_sessions` more sessions may be open. Raises: RequestError (503) if there are too many."""

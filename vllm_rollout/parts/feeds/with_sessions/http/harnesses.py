@@ -13,7 +13,6 @@ from http import HTTPStatus
 from statistics import fmean
 from typing import Any
 
-from vllm_rollout.config import MAX_OPEN_SESSIONS
 from vllm_rollout.kernel.http.answers import Usage
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import RequestError
@@ -194,14 +193,8 @@ def check_room(sessions: SessionService | None, request: FeedRequest) -> None:
     """Check that this server can have a feed of sessions. Raises: RequestError."""
     if sessions is None:
         raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
-    each = sessions.check(group_request(request, Prompt(id="check", prompt="check"), "check"))
-    if (most := request.terms.num_places * each) > MAX_OPEN_SESSIONS:
-        raise RequestError(
-            f"batch: open groups may have {MAX_OPEN_SESSIONS} sessions, got (max_staleness + 1) * batch groups with "
-            f"{most} in all, with those in the place of void ones. Lower them, group_size, redundancy or "
-            "sessions.max_sessions.",
-            param="batch",
-        )
+    its = group_request(request, Prompt(id="check", prompt="check"), "check")
+    sessions.check_together(its, request.terms.num_places, "(max_staleness + 1) * batch groups", "batch")
 
 
 def group_request(request: FeedRequest, prompt: Prompt, name: str, *, is_long: bool = False) -> SessionGroupRequest:

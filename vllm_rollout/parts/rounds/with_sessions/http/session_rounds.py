@@ -6,7 +6,6 @@ import time
 import uuid
 from typing import Any
 
-from vllm_rollout.config import MAX_OPEN_SESSIONS
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.parsed import read_json
@@ -28,15 +27,8 @@ __all__ = ["ReturnedEvent", "SessionRoundAnswer", "SessionRoundDoneEvent", "Sess
 
 def check(sessions: SessionService, request: RunRequest) -> None:
     """Check a run of sessions. Raises: RequestError if no short round of it could run."""
-    terms = _terms(request, is_long=False)
-    most = request.terms.num_prompts * sessions.check(terms.request("check"))
-    if most > MAX_OPEN_SESSIONS:
-        raise RequestError(
-            f"prompts_per_round: open groups may have {MAX_OPEN_SESSIONS} sessions, got {request.terms.num_prompts} "
-            f"prompts of a short round with {most} in all, with those in the place of void ones. Lower it, group_size, "
-            "how many spare ones there are of either, or sessions.max_sessions.",
-            param="prompts_per_round",
-        )
+    its, num_prompts = _terms(request, is_long=False).request("check"), request.terms.num_prompts
+    sessions.check_together(its, num_prompts, f"{num_prompts} prompts of a short round", "prompts_per_round")
 
 
 def prepared(
