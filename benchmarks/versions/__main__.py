@@ -55,6 +55,7 @@ def main() -> None:
     add("--output", type=Path, default=RESULT)
     add("--suites", nargs="+", choices=SUITES, default=["adapter", "engine"], help="Default: %(default)s.")
     add("--at-once", type=int, default=1, help="Number of suites at a time. Suites with engines must not overlap.")
+    add("--environments", action="store_true", help="Make the environments of VERSIONs, and run nothing.")
     add("--table", action="store_true", help="Print the table of the result file, and run nothing.")
     snapshot = f"Write what VERSIONs and {PREFERRED_VLLM} say into {NAMES}, and run nothing."
     add("--snapshot", action="store_true", help=snapshot)
@@ -72,7 +73,7 @@ def main() -> None:
     pythons = {} if args.table else {v: python_of(v, args.folder, PREFERRED_VLLM) for v in versions or SUPPORTED_VLLM}
     failed = []
     with ThreadPoolExecutor(args.at_once) as pool:
-        jobs = [(version, suite) for version in pythons for suite in args.suites]
+        jobs = [(version, suite) for version in pythons for suite in args.suites if not args.environments]
         runs = pool.map(lambda job: run_tests(pythons[job[0]], SELECTION[job[1]]), jobs)
         for (version, suite), counts in zip(jobs, runs, strict=True):
             run = {"command": command_line(), "git_commit": git_commit(), **counts}
@@ -83,7 +84,8 @@ def main() -> None:
             rows[version] = {**rows.get(version, {}), **facts, suite: run}
             record = record_of_run(seed=0, workload={name: " ".join(SELECTION[name]) for name in SUITES})
             write_json(args.output, {**record, "vllm": rows})
-    print(table(rows_of(args.output)))
+    if not args.environments:
+        print(table(rows_of(args.output)))
     if failed:
         sys.exit(1)
 
