@@ -17,7 +17,7 @@ from benchmarks.kills.rank_readers import Mover, Reader
 from benchmarks.kills.ranks import rank_processes
 from tests.engine.conftest import TIMEOUT_S, Server, emulating, serve_command
 
-DEVICE = {"step": {"ms": 5.0}, "lengths": {"log_normal": {"mean": 200, "sigma": 0.5}}}
+DEVICE = {"step": {"ms": 15.0}, "lengths": {"log_normal": {"mean": 200, "sigma": 0.5}}}
 NUM_READERS = 4
 NUM_RANKS = 3
 

@@ -9,6 +9,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
 from tests.support.dry_run import EOS_TOKEN
+from vllm_rollout.kernel.rules import types
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 
@@ -163,6 +164,18 @@ def test_aborting_the_whole_group_leaves_nothing_after_the_next_step(new_run):
     run.run()
     assert [ending(run, id) for id in ids] == [ABORTED] * 4
     assert [run.num_tokens(id) for id in ids] == [5, 5, 0, 0]
+    assert_nothing_left(run)
+
+
+def test_candidates_that_are_aborted_by_name_say_so(new_run):
+    run = new_run()
+    ids = add_group(run, "rollout-a-0", [50] * 2, group_size=2)
+    others = add_group(run, "rollout-b-0", [5] * 2, group_size=2)
+    run.step()
+    assert set(run.scheduler.abort_named(frozenset({"rollout-a"}))) == set(ids)
+    run.run()
+    assert {run.note(id).error for id in ids} == {types.ABORTED}
+    assert {run.note(id).error for id in others} == {None}
     assert_nothing_left(run)
 
 

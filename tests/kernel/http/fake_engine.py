@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from tests.support.part_modules import modules
 from tests.support.steps import group_steps
-from vllm_rollout.kernel.call_table import RECOMPUTE, Argument, Operation, Result
+from vllm_rollout.kernel.call_table import ABORT_REQUESTS, RECOMPUTE, Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -34,8 +34,10 @@ from vllm_rollout.kernel.http.engine import (
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import (
+    ABORTED,
     BASE_MODEL,
     CandidateId,
     CandidateState,
@@ -167,6 +169,8 @@ class FakeEngine:
     """Verdicts on candidates of a group, to be carried out in its next step."""
     cancelled: set[str] = field(default_factory=set)
     """Groups that their next step cancels, after one more token."""
+    aborted: set[str] = field(default_factory=set)
+    """Groups that their next step aborts."""
     recomputed: list[Sequence[str] | None] = field(default_factory=list)
     """Arguments of each call that recomputes KV."""
     last_step_s: float = 0.0
@@ -195,7 +199,7 @@ class FakeEngine:
     async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
         """Results of an operation, as of one rank."""
         self.check_alive()
-        answers: dict[Any, Callable[[Any], Any]] = {RECOMPUTE: self._recompute}
+        answers: dict[Any, Callable[[Any], Any]] = {RECOMPUTE: self._recompute, ABORT_REQUESTS: self._abort}
         for part in self.parts.values():
             answers |= part.answers()
         return [answers[operation](argument)]
@@ -291,6 +295,15 @@ class FakeEngine:
                     if self.steps is steps:
                         self.steps = steps.fresh()  # another rank knows nothing of these groups
                     raise GroupLost("rank 1 of the engine died")
+                if group_id in self.aborted:
+                    for id, candidate in running.items():
+                        steps.ended(id, group, "failed", candidate.num_tokens)
+                    self._close_step(steps)
+                    for candidate in running.values():
+                        self.num_ended += 1
+                        yield replace(self._end(candidate, group_id, group, handle), error=ABORTED)
+                    running.clear()
+                    return
                 ended = self._step(steps, group, running, handle.adapter)
                 num_deferred = sum(group.state(candidate.index) == "deferred" for candidate in ended)
                 self.num_aborted += num_deferred
@@ -313,6 +326,7 @@ class FakeEngine:
             del self.groups[group_id]
             self.stops.pop(group_id, None)
             self.cancelled.discard(group_id)
+            self.aborted.discard(group_id)
             for id in [id for id in self.candidates if id.group_id == group_id]:
                 del self.candidates[id]
 
@@ -325,6 +339,11 @@ class FakeEngine:
     async def current_weight_version(self) -> str | None:
         self.check_alive()
         return self.weight_version
+
+    def _abort(self, names: Sequence[str]) -> list[str]:
+        found = {id for id in self.groups if not names_of_group(id).isdisjoint(names)} - self.aborted
+        self.aborted |= found
+        return [f"{id.group_id}-c{id.index}" for id in self.candidates if id.group_id in found]
 
     def _recompute(self, names: Sequence[str] | None) -> int:
         self.recomputed.append(names)

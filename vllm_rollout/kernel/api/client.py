@@ -22,7 +22,6 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.output_text import keep_to_output_text
-from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.forking import fork_engines
@@ -33,14 +32,11 @@ from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.call_table import ABORT_REQUESTS
 from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.rules.request_names import may_name_rollout, names_of_request
+from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.kernel.wire import CandidateTag
 
 UNNAMED_WEIGHTS = "default"
 """vLLM's weight version until a client names one."""
-ABORT_AGAIN_S = 0.1
-NUM_ABORTS = 3
-"""A rollout is aborted repeatedly, until this many attempts in a row find nothing of it."""
 
 
 class RolloutAsyncLLM(GroupClient, AsyncLLM):
@@ -58,6 +54,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.after_version: Callable[[str], None] | None = None
         """Called with the name of new weights, once the engine has it."""
         self.door = Door()
+        self.when_aborted: Callable[[set[str]], None] = lambda names: None
+        """Called with the names of requests that a client aborts."""
         self.before_rollouts: Callable[[], Awaitable[None]] | None = None
         """Called before a rollout, or a candidate of a group, begins."""
         fork_engines(kwargs["vllm_config"])
@@ -145,26 +143,15 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     async def _abort_named(self, ids: Sequence[str]) -> list[str]:
         """Abort candidates of requests and rollouts by the clients' ids, in all API processes. Returns the candidates'
         internal ids.
+
+        A rollout is aborted by its own API process, which hears how its candidates have ended, or is this one.
         """
         names = set().union(*map(names_of_request, ids))
-
-        async def found(names: set[str]) -> list[str]:
-            return [id for rank in await EngineCalls(self).call_all(ABORT_REQUESTS, sorted(names)) for id in rank]
-
-        async def stop_the_rest() -> None:
-            """Abort groups of rollouts that start in place of groups that have ended."""
-            num_idle = 0
-            while num_idle < NUM_ABORTS:
-                await asyncio.sleep(ABORT_AGAIN_S)
-                num_idle = 0 if await found(set(filter(may_name_rollout, names))) else num_idle + 1
-
+        self.when_aborted(names)
         try:
-            stopped = await found(names)
+            return [id for rank in await EngineCalls(self).call_all(ABORT_REQUESTS, sorted(names)) for id in rank]
         except EngineStopped:  # a dead engine is reported elsewhere
             return []
-        if stopped:
-            spawn(stop_the_rest(), "abort")
-        return stopped
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any

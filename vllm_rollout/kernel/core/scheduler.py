@@ -40,7 +40,7 @@ from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
-from vllm_rollout.kernel.rules.types import CandidateId
+from vllm_rollout.kernel.rules.types import ABORTED, CandidateId
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.kernel.xargs import as_written
 
@@ -116,6 +116,8 @@ class GroupSchedulerMixin:
     def abort_named(self, names: frozenset[str]) -> list[str]:
         """Abort the candidates whose request or group has one of these names. Returns the ids of those that ran."""
         found = [request.request_id for request in self._named(names)]
+        for request_id in found:
+            self._candidates[request_id].error = ABORTED
         self.finish_requests(found, RequestStatus.FINISHED_ABORTED)
         return found
 

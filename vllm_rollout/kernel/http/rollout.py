@@ -18,6 +18,7 @@ from vllm_rollout.kernel.http.protocol import Included, RolloutRequest
 from vllm_rollout.kernel.rules.fields import OnEngineFailure
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan
 from vllm_rollout.kernel.rules.receipt import Receipt
+from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, GroupResult
 
@@ -141,6 +142,8 @@ class Rollout:
     warnings: list[str] = field(default_factory=list)
     is_graded: bool = False
     """True if the server grades its trajectories."""
+    is_aborted: bool = False
+    """True if a client has aborted it. No group of it starts any more."""
     stops_groups: bool = False
     """True if some of its groups are stopped when enough others are complete."""
     began_with: str | None = None
@@ -155,6 +158,11 @@ class Rollout:
     def group_id(self, position: int) -> str:
         """The engine's name for the group of the prompt at `position`."""
         return f"{self.id}-{position}"
+
+    @property
+    def names(self) -> set[str]:
+        """All names by which a client may abort it."""
+        return names_of_group(self.group_id(0))
 
     def order(self, position: int, *, may_move: bool) -> GroupOrder:
         """The order to run the group of the prompt at `position`. `may_move`: there are other ranks."""

@@ -9,18 +9,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from itertools import chain
 from operator import is_
 from typing import TypeVar
 
-from vllm_rollout.background import survived, to_its_end
+from vllm_rollout.background import spawn, survived, to_its_end
+from vllm_rollout.kernel.call_table import ABORT_REQUESTS
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.kernel.http.clients import client_namespace, client_request
 from vllm_rollout.kernel.http.course import AllPrompts
-from vllm_rollout.kernel.http.engine import Engine, EngineStopped, PromptInput, RequestError
+from vllm_rollout.kernel.http.engine import (
+    CandidateEnd,
+    Engine,
+    EngineStopped,
+    GroupOrder,
+    Happening,
+    PromptInput,
+    RequestError,
+)
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
@@ -40,6 +49,7 @@ from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.kernel.rules.request_names import rollout_id
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.rows import PlanError
+from vllm_rollout.kernel.rules.types import ABORTED, Ending
 
 Kind = TypeVar("Kind")
 
@@ -55,6 +65,8 @@ SEE_OUT_S = 10.0
 """Seconds that groups without a reader may take to stop before their requests are aborted. They need one step,
 unless generation is paused."""
 SEE_OUT_INTERVAL_S = 0.1
+ABORT_AGAIN_S = 0.1
+"""Seconds between two aborts of a rollout, whose last groups may have been on their way to the engine."""
 
 OF_PARTS = "a part at the end of a rollout"
 """The name of an exception of a part there. The other parts go on, and give back what they hold."""
@@ -260,6 +272,24 @@ class RolloutService:
             ending = self._end(rollout, launching, groups, events, left=left)
             await to_its_end(ending, "end of a rollout")  # a client that leaves now does not interrupt it
 
+    def abort(self, names: Collection[str]) -> None:
+        """Abort the rollouts of this process that have one of these names (`names_of_request`)."""
+        for rollout in self._active.values():
+            if not rollout.names.isdisjoint(names):
+                self._abort(rollout)
+
+    def _abort(self, rollout: Rollout) -> None:
+        if not rollout.is_aborted:
+            rollout.is_aborted = True
+            spawn(self._abort_the_rest(rollout), "abort of a rollout")
+
+    async def _abort_the_rest(self, rollout: Rollout) -> None:
+        """Abort groups that began before, until the rollout is over."""
+        with suppress(EngineStopped):  # reported elsewhere
+            while rollout.id in self._active:
+                await self.engine.calls.call_all(ABORT_REQUESTS, [rollout.id])
+                await asyncio.sleep(ABORT_AGAIN_S)
+
     async def _end(
         self,
         rollout: Rollout,
@@ -324,8 +354,11 @@ class RolloutService:
         started_s = rollout.outcome.started_s[position] = round(self._clock() - started, 3)
         order = rollout.order(position, may_move=self.engine.num_ranks > 1)
         group = StartedGroup(rollout, position, places, order, self._metrics, started_s)
-        async with aclosing(group.reports(self.engine.run_group, rollout.on_engine_failure)) as reports:
+        launch = not_launched if rollout.is_aborted else self.engine.run_group
+        async with aclosing(group.reports(launch, rollout.on_engine_failure)) as reports:
             async for report in reports:
+                if isinstance(report, CandidateEnd) and report.error == ABORTED:
+                    self._abort(rollout)
                 for event in group.events_of(report):
                     yield event
         over = await group.over()
@@ -342,3 +375,10 @@ class RolloutService:
             return
         for part in self._parts:
             part.rewarded(rollout_id, rewards)
+
+
+async def not_launched(order: GroupOrder) -> AsyncGenerator[Happening, None]:
+    """The ends of a group's candidates whose rollout was aborted before."""
+    indices = range(order.plan.num_candidates) if order.beginnings is None else order.beginnings.token_ids
+    for index in indices:
+        yield CandidateEnd(Ending(index, "failed", 0), (), None, "", "abort", None, None, (), error=ABORTED)

@@ -33,11 +33,6 @@ def names_of_request(id: str) -> set[str]:
     return {kept_name(id), f"rollout-{id}"}
 
 
-def may_name_rollout(name: str) -> bool:
-    """True if a name may find groups of a rollout, which may start more groups later."""
-    return name.startswith("rollout-")
-
-
 def names_of_group(group_id: str) -> set[str]:
     """All names by which a group is found."""
     if (of_rollout := OF_ROLLOUT.fullmatch(group_id)) is not None:

@@ -20,6 +20,9 @@ EndReason = Literal["stop", "length", "failed"]
 NOT_FINITE = "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype."
 """Error of candidates whose tokens would be random."""
 
+ABORTED = "a client aborted its request by name."
+"""Error of candidates that `POST /abort_requests` has stopped."""
+
 GroupStatus = Literal["complete", "incomplete", "deferred"]
 """`deferred`: the group is not wanted now, whether it was complete or not."""
 
