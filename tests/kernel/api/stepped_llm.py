@@ -67,6 +67,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.num_aborted = 0
         self.door = Door()
         self.before_rollouts = None
+        self.when_aborted = lambda names: None
         self.num_inside: list[int] = []
         """Number of admitted candidates each time a request was added."""
         self._candidates = WeakKeyDictionary()

@@ -34,7 +34,7 @@ async def test_rollouts_run_and_have_no_scores(engine: FakeEngine):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"pruning": {"detection_length": 8}}, "pruning.detection_length"),
+        ({"pruning": {"detection_length": 8}}, "pruning"),
         ({"audit_ratio": 0.5}, "audit_ratio"),
         ({"redundancy": "auto", "audit_ratio": 0.5}, "audit_ratio"),
     ],

@@ -230,8 +230,8 @@ async def test_several_ranks_are_told_what_to_expect_of_each_group(engine, http)
         await rollout(http, body("a", "b", redundancy=redundancy, sampling_params={"seed": 3, "max_tokens": 90}))
         tokens = {id: len(f"prompt {id}") for id in "ab"}
         assert engine.outlooks == {
-            "a": Outlook(of_a, tokens["a"], 90, "off"),
-            "b": Outlook(dataset, tokens["b"], 90, "off"),
+            "a": Outlook(of_a, tokens["a"], 90),
+            "b": Outlook(dataset, tokens["b"], 90),
         }
 
 
