@@ -64,9 +64,9 @@ async def test_a_rollout_that_only_waits_for_places_does_not_start_later(
     await eventually(lambda: engine.num_launched == 8)
     waiting, running = await started(service, 10)
     await eventually(lambda: service._launcher.num_waiting > 0)
-    service.abort({waiting.id})
+    service.aborts.named({waiting.id})
     await asyncio.sleep(0.5)  # whatever is repeated for a while is over by then
-    service.abort({other.id})
+    service.aborts.named({other.id})
     check_aborted(await first, 2)
     check_aborted(await running, 10)
     assert engine.num_launched == 8, "of the other rollout"
@@ -78,6 +78,6 @@ async def test_others_go_on(engine: FakeEngine, service: RolloutService) -> None
     aborted, running = await started(service)
     its = asyncio.create_task(ends_of(service, other))
     await eventually(lambda: engine.num_launched >= 8)
-    service.abort({aborted.id})
+    service.aborts.named({aborted.id})
     check_aborted(await running)
     assert {event.status for event in await its if event.type == "group"} == {"complete"}

@@ -55,7 +55,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     state.rollout_service = RolloutService(
         engine, metrics, admin_key=settings.rollout_admin_key, audit_ratio=audit_ratio
     )
-    client.when_aborted = state.rollout_service.abort
+    client.when_aborted = state.rollout_service.aborts.named
     for part in engine.parts:
         part.serve(app)
     if client.num_api_processes > 1:

@@ -115,9 +115,10 @@ class GroupSchedulerMixin:
 
     def abort_named(self, names: frozenset[str]) -> list[str]:
         """Abort the candidates whose request or group has one of these names. Returns the ids of those that ran."""
-        found = [request.request_id for request in self._named(names)]
-        for request_id in found:
-            self._candidates[request_id].error = ABORTED
+        candidates = self._named(names)
+        for candidate in candidates:
+            candidate.error = ABORTED
+        found = [candidate.request.request_id for candidate in candidates]
         self.finish_requests(found, RequestStatus.FINISHED_ABORTED)
         return found
 
@@ -126,13 +127,13 @@ class GroupSchedulerMixin:
 
         Returns the number of candidates that do so, see `Weights.recompute`.
         """
-        requests = self._named(names) if names is not None else [each.request for each in self.launched.values()]
-        return self.weights.recompute(requests)
+        candidates = self.launched.values() if names is None else self._named(names)
+        return self.weights.recompute([candidate.request for candidate in candidates])
 
-    def _named(self, names: frozenset[str]) -> list[Request]:
-        """Requests of running candidates with one of these names, their own or their group's."""
+    def _named(self, names: frozenset[str]) -> list[EngineCandidate]:
+        """Running candidates with one of these names, their request's or their group's."""
         return [
-            candidate.request
+            candidate
             for id, candidate in self.launched.items()
             if candidate.end_reason is None
             and not names.isdisjoint(names_of_group(id.group_id) | names_of_group(candidate.request.request_id))

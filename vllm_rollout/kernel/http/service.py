@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from itertools import chain
 from operator import is_
 from typing import TypeVar
 
-from vllm_rollout.background import spawn, survived, to_its_end
-from vllm_rollout.kernel.call_table import ABORT_REQUESTS
+from vllm_rollout.background import survived, to_its_end
+from vllm_rollout.kernel.http.aborts import Aborts, not_launched
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.kernel.http.clients import client_namespace, client_request
@@ -25,8 +25,6 @@ from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     Engine,
     EngineStopped,
-    GroupOrder,
-    Happening,
     PromptInput,
     RequestError,
 )
@@ -49,7 +47,7 @@ from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.kernel.rules.request_names import rollout_id
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.kernel.rules.types import ABORTED, Ending
+from vllm_rollout.kernel.rules.types import ABORTED
 
 Kind = TypeVar("Kind")
 
@@ -65,8 +63,6 @@ SEE_OUT_S = 10.0
 """Seconds that groups without a reader may take to stop before their requests are aborted. They need one step,
 unless generation is paused."""
 SEE_OUT_INTERVAL_S = 0.1
-ABORT_AGAIN_S = 0.1
-"""Seconds between two aborts of a rollout, whose last groups may have been on their way to the engine."""
 
 OF_PARTS = "a part at the end of a rollout"
 """The name of an exception of a part there. The other parts go on, and give back what they hold."""
@@ -104,6 +100,8 @@ class RolloutService:
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Running rollouts by id."""
+        self.aborts = Aborts(engine, self._active)
+        self._bodies_left_out = [body for _, body in faces_left_out("fields")]
 
     async def prepare(self, request: RolloutRequest) -> Rollout:
         """Check a request and prepare its rollout: plans, prompts, warnings. Nothing is launched before all checks.
@@ -190,9 +188,9 @@ class RolloutService:
 
     def _check_fields(self, request: RolloutRequest) -> None:
         """Raises: RequestError for a field whose part is not there."""
-        for _, body in faces_left_out("fields"):
-            for field in request.model_fields_set & body.model_fields.keys():
-                if getattr(request, field) != body.model_fields[field].default:
+        for body in self._bodies_left_out:
+            for field, its in body.model_fields.items():
+                if getattr(request, field) != its.default:
                     raise RequestError(f"{field}: {why_unread('fields', partial(is_, body))}", param=field)
         for field, asks in ASKS_A_PART.items():
             if asks(request) and not any(field in part.fields for part in self._parts):
@@ -272,24 +270,6 @@ class RolloutService:
             ending = self._end(rollout, launching, groups, events, left=left)
             await to_its_end(ending, "end of a rollout")  # a client that leaves now does not interrupt it
 
-    def abort(self, names: Collection[str]) -> None:
-        """Abort the rollouts of this process that have one of these names (`names_of_request`)."""
-        for rollout in self._active.values():
-            if not rollout.names.isdisjoint(names):
-                self._abort(rollout)
-
-    def _abort(self, rollout: Rollout) -> None:
-        if not rollout.is_aborted:
-            rollout.is_aborted = True
-            spawn(self._abort_the_rest(rollout), "abort of a rollout")
-
-    async def _abort_the_rest(self, rollout: Rollout) -> None:
-        """Abort groups that began before, until the rollout is over."""
-        with suppress(EngineStopped):  # reported elsewhere
-            while rollout.id in self._active:
-                await self.engine.calls.call_all(ABORT_REQUESTS, [rollout.id])
-                await asyncio.sleep(ABORT_AGAIN_S)
-
     async def _end(
         self,
         rollout: Rollout,
@@ -358,7 +338,7 @@ class RolloutService:
         async with aclosing(group.reports(launch, rollout.on_engine_failure)) as reports:
             async for report in reports:
                 if isinstance(report, CandidateEnd) and report.error == ABORTED:
-                    self._abort(rollout)
+                    self.aborts.mark(rollout)
                 for event in group.events_of(report):
                     yield event
         over = await group.over()
@@ -375,10 +355,3 @@ class RolloutService:
             return
         for part in self._parts:
             part.rewarded(rollout_id, rewards)
-
-
-async def not_launched(order: GroupOrder) -> AsyncGenerator[Happening, None]:
-    """The ends of a group's candidates whose rollout was aborted before."""
-    indices = range(order.plan.num_candidates) if order.beginnings is None else order.beginnings.token_ids
-    for index in indices:
-        yield CandidateEnd(Ending(index, "failed", 0), (), None, "", "abort", None, None, (), error=ABORTED)

@@ -16,7 +16,9 @@ from functools import cache
 from typing import Any, Literal
 
 Door = Literal["body", "own", "join", "claim"]
-"""body   an object in one of our bodies, which the table names
+"""Way by which a field may arrive.
+
+body   an object in one of our bodies, which the table names
 own    `vllm_xargs` of a request that has a group of its own
 join   `vllm_xargs` of one of several requests that make up a group
 claim  `vllm_xargs` of a request that a part claims (`kernel/api/claims.py`)
