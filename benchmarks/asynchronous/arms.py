@@ -85,6 +85,12 @@ ARMS = {
     "different": most_different(replace(WAIT, title="wait")),
     "stale2-different": most_different(STALE[2]),
     "off-race12": raced(OFF, 12),
+    "off-race-taught": replace(
+        raced(OFF, 16), title="one step off, race 8 of 16, stopped ones teach", stopped_teach=True
+    ),
+    "stale2-drop-race12": replace(
+        raced(STALE[2], 12), title="staleness 2, older ones dropped, race 8 of 12", on_stale="drop"
+    ),
     "stale4-race12": raced(STALE[4], 12),
     "stale8": STALE[8],
     "stale8-race12": raced(STALE[8], 12),

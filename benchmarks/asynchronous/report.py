@@ -1,6 +1,6 @@
 """Tables, a picture and a JSON file from the records of `benchmarks.asynchronous.run`. Runs that go on are left out.
 
-    python -m benchmarks.asynchronous.report runs/asynchronous
+    python -m benchmarks.asynchronous.report runs/asynchronous [--add benchmarks/results/asynchronous.json]
 
 - All runs of a world end after the same seconds, and are evaluated at the same moments.
 - Seconds to a goal are interpolated between evaluations. A run that did not reach it counts as infinitely late.
@@ -121,11 +121,15 @@ def gain(row: Row, over: Row, key: str, seed: int) -> dict[str, Any]:
     return {"value": value, "interval": interval(gains, seed), "num": len(gains), "arm": over["arm"]}
 
 
-def rows_of(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """A row per arm, in the order of TITLES, with its gain over waiting and over the best asynchronous arm."""
+def rows_of(folder: Path, seed: int, earlier: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """A row per arm, in the order of TITLES, with its gain over waiting and over the best asynchronous arm.
+
+    `earlier`: runs of a report. A run in the folder replaces one of the same arm and seed.
+    """
     records = sorted(folder.glob("*.jsonl"))
     found = [*map(run_of, records), *(bound_of(record) for record in records if record.stem.startswith("wait-"))]
-    runs = sorted((run for run in found if run is not None), key=lambda run: run["seed"])
+    by_name = {(run["seed"], run["arm"]): run for run in [*earlier, *found] if run is not None}
+    runs = [run for _, run in sorted(by_name.items())]
     by_arm = {arm: [run for run in runs if run["arm"] == arm] for arm in TITLES}
     rows = [row_of(its, seed) for its in by_arm.values() if its]
     for key in KEYS:
@@ -234,17 +238,22 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
 def main() -> None:
     arguments = arguments_of(__doc__, "asynchronous.report", plot=True)
     arguments.add_argument("folder", type=Path, help="a folder of benchmarks.asynchronous.run")
+    arguments.add_argument("--add", type=Path, metavar="JSON", help="add the runs of this earlier report to them")
     arguments.set_defaults(
         output=ROOT / "benchmarks/results/asynchronous.json", plot=ROOT / "docs/images/asynchronous.png"
     )
     arguments = arguments.parse_args()
     record = record_of_run(seed=arguments.seed, workload={"runs": HOW_TO_RUN, "report": __doc__})
-    found = {world: rows_of(arguments.folder / world, arguments.seed) for world in WORLDS}
+    record["about"] = json.loads((arguments.folder / "about.json").read_text())
+    earlier = {} if arguments.add is None else json.loads(arguments.add.read_text())
+    if earlier and (policy := earlier["about"]["policy"]) != record["about"]["policy"]:
+        raise SystemExit(f"error: {arguments.add} has runs of policy {policy}, the folder of another. Leave --add out.")
+    before = {world: [run for row in rows for run in row["runs"]] for world, rows in earlier.get("worlds", {}).items()}
+    found = {world: rows_of(arguments.folder / world, arguments.seed, before.get(world, ())) for world in WORLDS}
     record["worlds"] = {world: rows for world, rows in found.items() if rows}
     for name in ("check", "speeds"):
         path = arguments.folder / f"{name}.json"
-        record[name] = json.loads(path.read_text()) if path.exists() else None
-    record["about"] = json.loads((arguments.folder / "about.json").read_text())
+        record[name] = json.loads(path.read_text()) if path.exists() else earlier.get(name)
     publish(arguments, record, tables, draw)
 
 

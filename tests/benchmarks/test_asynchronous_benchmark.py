@@ -277,3 +277,19 @@ def test_groups_have_eight_answers_to_train_on():
     for arm in ARMS.values():
         assert arm.plan.group_size == (16 if arm.most_different else GROUP_SIZE)
         assert arm.feed.batch == BATCH
+
+
+def test_runs_of_an_earlier_report_stay_unless_they_were_repeated(tmp_path):
+    earlier = [run_of(arm, seed, [0.4, 0.5, 0.7]) for arm in ("wait", "stale2") for seed in (1, 2)]
+    lines = [
+        {"kind": "start", "rollout_share": 0.5, "limit_s": 200.0},
+        *({"kind": "evaluation", "seconds": at, "step": 0, "success": value} for at, value in ((0, 0.4), (100, 0.8))),
+        {"kind": "end"},
+    ]
+    for line in lines[1:3]:
+        line |= dict.fromkeys(("easy", "hard", "length", "p99", "generated"), 1)
+    (tmp_path / "stale2-2.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    wait, stale = report.rows_of(tmp_path, 0, earlier)
+    assert (wait["seeds"], stale["seeds"]) == ([1, 2], [1, 2])
+    assert [run["to_0.6"] for run in stale["runs"]] == [pytest.approx(150), pytest.approx(50)]
+    assert stale["to_0.6"]["gain"]["num"] == 2

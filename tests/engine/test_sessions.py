@@ -167,6 +167,31 @@ def test_the_external_id_of_a_request_stops_its_whole_group_in_whichever_process
     assert answer["usage"]["num_failed"] == 320
 
 
+def test_rollouts_that_only_wait_for_places_are_aborted_from_either_process(server):
+    """Aborts and rollouts come to either process. Of a rollout that waits, no engine core knows."""
+    sampling = {"max_tokens": 1800, "extra_args": {"emulate_lengths": LONG}}
+    body = {
+        "prompts": [{"prompt_token_ids": [60, at]} for at in range(70, 150)],
+        "group_size": 4,
+        "sampling_params": sampling,
+    }
+    names = [f"waits{number}" for number in range(6)]
+    server.wait_until_idle()
+    with ThreadPoolExecutor(len(names)) as pool:
+
+        def ask(name: str) -> dict[str, Any]:
+            return server.http.post("/v1/rollouts", json=body, headers={"x-request-id": name}).json()
+
+        running = [pool.submit(ask, name) for name in names]
+        wait_until(lambda: server.num_requests >= 128)
+        for name in reversed(names):  # most of them wait
+            with httpx.Client(base_url=server.url) as another:
+                another.post("/abort_requests", json={"request_ids": [name]}).raise_for_status()
+        answers = [each.result() for each in running]
+    assert [answer["usage"]["num_failed"] for answer in answers] == [320] * len(names)
+    assert sum(answer["usage"]["generated_tokens"] == 0 for answer in answers) >= 2
+
+
 def test_a_turn_whose_prompt_fills_the_context_has_not_happened_and_is_told_why(server):
     id, (harness,) = declared(server, 1)
     harness.turn()

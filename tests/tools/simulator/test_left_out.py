@@ -33,10 +33,11 @@ def without(monkeypatch):
     [
         ("drafts", ("--drafts",), "--drafts is of the part 'drafts'"),
         ("drafts", ("--setting", "drafts=true"), "drafts=true is of the part 'drafts'"),
-        (
+        pytest.param(
             "emulation",
             ("--drafts", "--draft-acceptance", "device.json"),
             "--draft-acceptance is of the part 'emulation'",
+            marks=pytest.mark.skipif("drafts" not in PARTS, reason="about drafts, too"),
         ),
         ("rounds", ("--rounds", "2"), "--rounds is of the part 'rounds'"),
         ("sessions,trainers", ("--sessions", "turns=2"), "--sessions is of the part 'sessions'"),

@@ -55,7 +55,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """Called with the name of new weights, once the engine has it."""
         self.door = Door()
         self.when_aborted: Callable[[set[str]], None] = lambda names: None
-        """Called with the names of requests that a client aborts."""
+        """Called with the names of requests that a client aborts, in the process that takes the abort."""
         self.before_rollouts: Callable[[], Awaitable[None]] | None = None
         """Called before a rollout, or a candidate of a group, begins."""
         fork_engines(kwargs["vllm_config"])
@@ -144,7 +144,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """Abort candidates of requests and rollouts by the clients' ids, in all API processes. Returns the candidates'
         internal ids.
 
-        A rollout is aborted by its own API process, which hears how its candidates have ended, or is this one.
+        A rollout is aborted by its own API process, which hears of the abort.
         """
         names = set().union(*map(names_of_request, ids))
         self.when_aborted(names)

@@ -26,7 +26,7 @@ class Listener:
     def __init__(self) -> None:
         folder = server_folder.of_this_server()
         assert folder is not None  # `vllm-rollout serve` has made it
-        self.socket, self._in_use = folder / "first.sock", folder / "sessions"
+        self.folder, self.socket, self._in_use = folder, folder / "first.sock", folder / "sessions"
         self._serving: asyncio.Task[None] | None = None
 
     def has_sessions(self) -> None:

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_rollout import background
 from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.kernel.api.abort_broadcast import AbortBroadcast
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.first import Listener
@@ -55,11 +56,14 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     state.rollout_service = RolloutService(
         engine, metrics, admin_key=settings.rollout_admin_key, audit_ratio=audit_ratio
     )
-    client.when_aborted = state.rollout_service.aborts.named
+    client.when_aborted = named = state.rollout_service.aborts.named
     for part in engine.parts:
         part.serve(app)
     if client.num_api_processes > 1:
         listener = Listener()
+        aborts = AbortBroadcast(listener.folder, client.client_index, named)
+        await aborts.listen()
+        client.when_aborted = aborts.send
         if is_first:
             listener.serve(app)
         else:
