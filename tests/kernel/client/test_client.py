@@ -128,16 +128,17 @@ def test_prompts_of_no_known_form_are_type_errors(prompts, words):
 
 
 def test_every_argument_reaches_the_body():
-    of_parts: Any = {"pruning": {"detection_length": 5}} if "pruning" in RolloutRequest.model_fields else {}
-    body = rollout_body(
-        ["p"], 4, 2, early_stop=False, selection=DualEndSelection(dual_end=DualEnd(num_longest=2)),
-        **of_parts, sampling_params={"seed": 1}, include=["text", "stopped"],
-        model="m", stream=True, stream_tokens=8, audit_ratio=0.1, audit_unit="group",
-        migration="auto", scale_down="auto", on_engine_failure="retry", reward="math",
-        max_candidates=64, order="prompts", priority=-1,
-    )  # fmt: skip
+    arguments: dict[str, Any] = {
+        "redundancy": 2, "early_stop": False, "selection": DualEndSelection(dual_end=DualEnd(num_longest=2)),
+        "pruning": {"detection_length": 5}, "sampling_params": {"seed": 1}, "include": ["text", "stopped"],
+        "model": "m", "stream": True, "stream_tokens": 8, "audit_ratio": 0.1, "audit_unit": "group",
+        "migration": "auto", "scale_down": "auto", "on_engine_failure": "retry", "reward": "math",
+        "max_candidates": 64, "order": "prompts", "priority": -1,
+    }  # fmt: skip
+    fields = RolloutRequest.model_fields.keys()  # of the parts that are there
+    body = rollout_body(["p"], 4, **{name: value for name, value in arguments.items() if name in fields})
     request = RolloutRequest.model_validate(body)
-    assert request.model_fields_set == RolloutRequest.model_fields.keys()
+    assert request.model_fields_set == fields
     assert request.model_dump(exclude={"prompts"}, exclude_unset=True) == {
         k: v for k, v in body.items() if k != "prompts"
     }

@@ -19,6 +19,7 @@ from tests.support.waiting import eventually
 from vllm_rollout.kernel.http import boundary
 from vllm_rollout.kernel.http import first as module
 from vllm_rollout.kernel.http.first import FirstProcess, HandOn
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.xargs import NAMES
 
 JOINING = "/v1/completions"
@@ -34,7 +35,7 @@ class Seen:
     def app(self) -> FastAPI:
         app = FastAPI()
 
-        @app.api_route("/v1/sessions/events", methods=["GET"])
+        @app.api_route("/v1/rollouts/events", methods=["GET"])
         async def events(request: Request) -> StreamingResponse:
             async def forever() -> AsyncIterator[bytes]:
                 try:
@@ -86,24 +87,22 @@ def other(tmp_path: Path) -> Iterator[httpx.AsyncClient]:
     return httpx.AsyncClient(transport=httpx.ASGITransport(way), base_url="http://test")
 
 
+ROOTS = [path for _, paths in faces("first") for path in paths]
+"""Paths of parts, below which the first process serves."""
+
+
 @pytest.mark.parametrize(
     ("method", "path", "by"),
     [
-        ("POST", "/v1/groups", "first"),
-        ("GET", "/v1/groups/a", "first"),
-        ("POST", "/v1/sessions/a.0/finish", "first"),
-        ("POST", "/v1/runs", "first"),
-        ("DELETE", "/v1/runs/a/rounds/3", "first"),
-        ("POST", "/v1/feeds/a/batches", "first"),
+        *(("POST", path, "first") for path in ROOTS),
+        *(("DELETE", f"{path}/a/rounds/3", "first") for path in ROOTS),
+        *(("GET", f"{path}ome", "itself") for path in ROOTS),
         ("POST", "/v1/rewards", "first"),
         ("POST", "/v1/rollouts/rollout-1/rewards", "first"),
         ("GET", "/v1/rollouts/state", "first"),
         ("GET", "/v1/rollouts/watch", "first"),
-        ("GET", "/rollouts", "first"),
-        ("GET", "/rollouts/assets/page.js", "first"),
         ("POST", "/v1/rollouts", "itself"),
         ("GET", "/v1/engines", "itself"),
-        ("GET", "/v1/runsome", "itself"),
         ("POST", "/v1/votes", "itself"),
         ("POST", JOINING, "itself"),
     ],
@@ -116,7 +115,7 @@ async def test_who_answers(first: Seen, other: httpx.AsyncClient, method: str, p
 async def test_it_is_asked_as_the_client_has_asked(first: Seen, other: httpx.AsyncClient) -> None:
     body = b'{"reward": 1}' * 100_000
     headers = {"authorization": "Bearer k", "x-session-id": "a b", "connection": "close"}
-    path = "/v1/sessions/a%2Fb%20c/finish?x=%C3%A4&y"
+    path = "/v1/rollouts/a%2Fb%20c/rewards?x=%C3%A4&y"
     await other.post(path, content=body, headers=headers)
     ((method, target, seen, sent),) = first.requests
     assert (method, target, sent) == ("POST", path.encode(), body)
@@ -127,7 +126,7 @@ async def test_it_is_asked_as_the_client_has_asked(first: Seen, other: httpx.Asy
     }
     assert seen["host"] == "test"
     del other.headers["accept-encoding"]
-    await other.get("/v1/groups/a")
+    await other.get("/v1/rollouts/a")
     assert first.requests[-1][3] == b""
     assert first.requests[-1][2].keys() == {"host", "accept", "user-agent"}, "nothing that the client has not said"
 
@@ -166,7 +165,7 @@ async def test_what_is_read_to_look_for_a_turn_is_not_lost(other: httpx.AsyncCli
     assert (await other.post(JOINING, content=in_pieces())).json()["body"] == "piece " * 3
 
 
-@pytest.mark.parametrize("path", [JOINING, "/v1/runs"])
+@pytest.mark.parametrize("path", [JOINING, "/v1/rewards"])
 async def test_without_the_key_nothing_is_read(tmp_path: Path, path: str) -> None:
     sent: list[Message] = []
 
@@ -229,7 +228,7 @@ async def test_a_stream_passes_as_it_comes_and_ends_when_its_reader_leaves(first
         if len(sent) > 3:
             leaves.set()
 
-    scope = {"type": "http", "method": "GET", "path": "/v1/sessions/events", "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "GET", "path": "/v1/rollouts/events", "headers": [], "query_string": b""}
     await asyncio.wait_for(FirstProcess(tmp_path / "first.sock", tmp_path / "-").answer(scope, receive, send), 10)
     await asyncio.wait_for(first.left.wait(), 10)
     assert (sent[0]["status"], sent[1]["body"]) == (200, b"data: 0\n\n")
@@ -247,7 +246,7 @@ async def test_a_client_that_leaves_amid_its_body_is_no_request(first: Seen, tmp
         sent.append(message)
 
     headers = [(b"content-length", b"10")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/groups", "headers": headers, "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": "/v1/rewards", "headers": headers, "query_string": b""}
     await FirstProcess(tmp_path / "first.sock", tmp_path / "-").answer(scope, receive, send)
     assert (sent, first.requests) == ([], [])
 
@@ -256,7 +255,7 @@ async def test_a_client_that_leaves_amid_its_body_is_no_request(first: Seen, tmp
 async def test_one_that_is_not_there_yet_is_called_again(
     other: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    response = await other.get("/v1/groups/a")
+    response = await other.get("/v1/rollouts/a")
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert "does not answer yet" in response.json()["error"]["message"]
     assert module.NUM_TRIES > 1
