@@ -20,7 +20,7 @@ from vllm_rollout.kernel.http import boundary
 from vllm_rollout.kernel.http import first as module
 from vllm_rollout.kernel.http.first import FirstProcess, HandOn
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.xargs import NAMES
+from vllm_rollout.kernel.xargs import CLAIMED_ROWS, NAMES
 
 JOINING = "/v1/completions"
 
@@ -142,7 +142,8 @@ async def test_which_requests_join_what_it_has(first: Seen, other: httpx.AsyncCl
         return by
 
     assert await asked({}, None) == "itself"
-    assert await asked(field("session"), None) == "first"
+    for claimed in CLAIMED_ROWS:
+        assert await asked(field(claimed), None) == "first"
     assert await asked(field("group_id"), None) == "itself", "a joined request, which any process takes"
     assert await asked(field("group_id"), "a") == "first"
     assert await asked(field("group_size"), None) == "first", "whose siblings only one process can tell"
