@@ -84,6 +84,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "parts/rounds/test_session_states.py": ("pruning",),
     "parts/sessions/test_scored_groups.py": ("pruning",),
     "tools/integrations/test_trl_colocated.py": ("in_process",),
+    "tools/integrations/test_verl.py": ("in_process",),
     "tools/simulator/test_command.py": ("moving", "page", "rounds"),
     "tools/simulator/test_left_out.py": ("pruning", "shaping"),
     "tools/simulator/test_recording.py": ("moving",),
