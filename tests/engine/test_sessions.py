@@ -147,6 +147,13 @@ def aborted(server: Server, path: str, body: dict[str, Any], header: str, id: st
     return response.json()["aborted"], answer.json()
 
 
+EIGHTY_LONG_GROUPS = {
+    "prompts": [{"prompt_token_ids": [60, at]} for at in range(70, 150)],
+    "group_size": 4,
+    "sampling_params": {"max_tokens": 1800, "extra_args": {"emulate_lengths": LONG}},
+}
+
+
 @pytest.mark.parametrize("attempt", range(3))  # a connection may come to either process
 def test_the_external_id_of_a_request_stops_its_whole_group_in_whichever_process(server, attempt):
     xargs = {"rollout_redundancy": 1, "emulate_lengths": LONG}
@@ -154,13 +161,7 @@ def test_the_external_id_of_a_request_stops_its_whole_group_in_whichever_process
     num, answer = aborted(server, "/v1/completions", body, f"a{attempt}", f"cmpl-a{attempt}")
     assert num == 4
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["abort"] * 3
-    sampling = {"max_tokens": 1800, "extra_args": {"emulate_lengths": LONG}}
-    body = {
-        "prompts": [{"prompt_token_ids": [60, at]} for at in range(70, 150)],
-        "group_size": 4,
-        "sampling_params": sampling,
-    }
-    num, answer = aborted(server, "/v1/rollouts", body, f"b{attempt}", f"b{attempt}")
+    num, answer = aborted(server, "/v1/rollouts", EIGHTY_LONG_GROUPS, f"b{attempt}", f"b{attempt}")
     assert 4 <= num < 320, "others start in place of those that were stopped"
     assert answer["id"].startswith(f"rollout-b{attempt}-")
     assert {group["status"] for group in answer["groups"]} == {"incomplete"}
@@ -169,25 +170,18 @@ def test_the_external_id_of_a_request_stops_its_whole_group_in_whichever_process
 
 def test_rollouts_that_only_wait_for_places_are_aborted_from_either_process(server):
     """Aborts and rollouts come to either process. Of a rollout that waits, no engine core knows."""
-    sampling = {"max_tokens": 1800, "extra_args": {"emulate_lengths": LONG}}
-    body = {
-        "prompts": [{"prompt_token_ids": [60, at]} for at in range(70, 150)],
-        "group_size": 4,
-        "sampling_params": sampling,
-    }
     names = [f"waits{number}" for number in range(6)]
     server.wait_until_idle()
     with ThreadPoolExecutor(len(names)) as pool:
-
-        def ask(name: str) -> dict[str, Any]:
-            return server.http.post("/v1/rollouts", json=body, headers={"x-request-id": name}).json()
-
-        running = [pool.submit(ask, name) for name in names]
+        running = [
+            pool.submit(server.http.post, "/v1/rollouts", json=EIGHTY_LONG_GROUPS, headers={"x-request-id": name})
+            for name in names
+        ]
         wait_until(lambda: server.num_requests >= 128)
         for name in reversed(names):  # most of them wait
             with httpx.Client(base_url=server.url) as another:
                 another.post("/abort_requests", json={"request_ids": [name]}).raise_for_status()
-        answers = [each.result() for each in running]
+        answers = [each.result().json() for each in running]
     assert [answer["usage"]["num_failed"] for answer in answers] == [320] * len(names)
     assert sum(answer["usage"]["generated_tokens"] == 0 for answer in answers) >= 2
 

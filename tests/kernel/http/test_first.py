@@ -16,11 +16,11 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.support.waiting import eventually
+from vllm_rollout.kernel import parts
 from vllm_rollout.kernel.http import boundary
 from vllm_rollout.kernel.http import first as module
 from vllm_rollout.kernel.http.first import FirstProcess, HandOn
-from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.xargs import CLAIMED_ROWS, NAMES
+from vllm_rollout.kernel.xargs import NAMES
 
 JOINING = "/v1/completions"
 
@@ -87,22 +87,29 @@ def other(tmp_path: Path) -> Iterator[httpx.AsyncClient]:
     return httpx.AsyncClient(transport=httpx.ASGITransport(way), base_url="http://test")
 
 
-ROOTS = [path for _, paths in faces("first") for path in paths]
-"""Paths of parts, below which the first process serves."""
+OF_PARTS = [
+    ("sessions", "POST", "/v1/groups"),
+    ("sessions", "GET", "/v1/groups/a"),
+    ("sessions", "POST", "/v1/sessions/a.0/finish"),
+    ("rounds", "POST", "/v1/runs"),
+    ("rounds", "DELETE", "/v1/runs/a/rounds/3"),
+    ("feeds", "POST", "/v1/feeds/a/batches"),
+    ("page", "GET", "/rollouts"),
+    ("page", "GET", "/rollouts/assets/page.js"),
+]
 
 
 @pytest.mark.parametrize(
     ("method", "path", "by"),
     [
-        *(("POST", path, "first") for path in ROOTS),
-        *(("DELETE", f"{path}/a/rounds/3", "first") for path in ROOTS),
-        *(("GET", f"{path}ome", "itself") for path in ROOTS),
+        *((method, path, "first") for part, method, path in OF_PARTS if parts.has(part)),
         ("POST", "/v1/rewards", "first"),
         ("POST", "/v1/rollouts/rollout-1/rewards", "first"),
         ("GET", "/v1/rollouts/state", "first"),
         ("GET", "/v1/rollouts/watch", "first"),
         ("POST", "/v1/rollouts", "itself"),
         ("GET", "/v1/engines", "itself"),
+        ("GET", "/v1/runsome", "itself"),
         ("POST", "/v1/votes", "itself"),
         ("POST", JOINING, "itself"),
     ],
@@ -142,8 +149,8 @@ async def test_which_requests_join_what_it_has(first: Seen, other: httpx.AsyncCl
         return by
 
     assert await asked({}, None) == "itself"
-    for claimed in CLAIMED_ROWS:
-        assert await asked(field(claimed), None) == "first"
+    if parts.has("sessions"):
+        assert await asked(field("session"), None) == "first"
     assert await asked(field("group_id"), None) == "itself", "a joined request, which any process takes"
     assert await asked(field("group_id"), "a") == "first"
     assert await asked(field("group_size"), None) == "first", "whose siblings only one process can tell"

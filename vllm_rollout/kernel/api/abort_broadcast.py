@@ -1,5 +1,6 @@
-"""Aborts by name, sent to all API processes of a server: a rollout that only waits has nothing in an engine core, and
-is known to its own process alone.
+"""Aborts by name, sent to all API processes of a server.
+
+A rollout that only waits for places has no candidate in an engine core. Only its own process knows of it.
 
 Invariant: each running process hears of every abort, whichever process has taken it. An abort is answered without
 waiting for the others.
@@ -8,7 +9,7 @@ waiting for the others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -30,10 +31,10 @@ class AbortBroadcast:
         """Receive aborts of the other processes, as long as the event loop runs."""
         self._server = await asyncio.start_unix_server(self._receive, self._own)
 
-    def send(self, names: Collection[str]) -> None:
+    def send(self, names: set[str]) -> None:
         """Tell all processes that a client aborts the requests with these names."""
-        self._hear(set(names))
-        message = msgspec.json.encode(sorted(names))
+        self._hear(names)
+        message = msgspec.json.encode(names)
         for socket in self._folder.glob("aborts*.sock"):
             if socket != self._own:
                 spawn(_send(socket, message), "abort for another process")

@@ -56,12 +56,12 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     state.rollout_service = RolloutService(
         engine, metrics, admin_key=settings.rollout_admin_key, audit_ratio=audit_ratio
     )
-    client.when_aborted = named = state.rollout_service.aborts.named
+    client.when_aborted = state.rollout_service.aborts.named
     for part in engine.parts:
         part.serve(app)
     if client.num_api_processes > 1:
         listener = Listener()
-        aborts = AbortBroadcast(listener.folder, client.client_index, named)
+        aborts = AbortBroadcast(listener.folder, client.client_index, client.when_aborted)
         await aborts.listen()
         client.when_aborted = aborts.send
         if is_first:
