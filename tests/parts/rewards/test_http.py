@@ -88,7 +88,8 @@ def test_what_may_pass_is_tried_again_with_the_same_id(first):
     ],
 )
 def test_a_server_that_is_wrong_or_dead_is_an_error_and_no_reward(answer, said, attempts):
-    grade, sent = grade_of([answer], limit_s=0.3)
+    # The limit is short only where the question ends by it: on a slow machine another answer takes a second.
+    grade, sent = grade_of([answer], limit_s=0.3 if answer in (None, 500) else 60)
     assert (grade.status, grade.reward) == ("error", None)
     assert said in grade.reason
     assert attempts in (None, len(sent))

@@ -217,7 +217,8 @@ async def never(request):
     ],
 )
 def test_a_judge_that_is_wrong_or_dead_is_an_error_and_no_reward(answer, reason):
-    grade, _ = grade_of(answer, limit_s=0.3)
+    # The limit is short only where the question ends by it: on a slow machine another answer takes a second.
+    grade, _ = grade_of(answer, limit_s=0.3 if answer in (never, 500) else 60)
     assert (grade.status, grade.reward) == ("error", None)
     assert reason in grade.reason
 
