@@ -29,6 +29,7 @@ from vllm_rollout.kernel.core.calls import add_rollout_calls
 from vllm_rollout.kernel.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observations
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
 from vllm_rollout.kernel.core.joining import Joining, JoinRefused
+from vllm_rollout.kernel.core.last_outputs import empty_output, explain, put, say_reasons
 from vllm_rollout.kernel.core.parent import end_with_parent
 from vllm_rollout.kernel.core.ports import CoreParts
 from vllm_rollout.kernel.core.slots import answer_for_room
@@ -297,9 +298,8 @@ class GroupSchedulerMixin:
         for request_id, candidate in candidates.items():
             candidate.error = reason
             output = EngineCoreOutput(request_id, [])
-            self._explain(candidate, output)
-            step_outputs = outputs.setdefault(candidate.request.client_index, EngineCoreOutputs())
-            step_outputs.outputs = [*step_outputs.outputs, output]
+            explain(candidate, output)
+            put(outputs, candidate.request, output)
             self._joining.ended(request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -510,17 +510,7 @@ class GroupSchedulerMixin:
                 continue
             request = candidate.request
             if self._candidates.pop(request.request_id, None) is not None:
-                output = EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                    events=request.take_events(),
-                    trace_headers=request.trace_headers,
-                )
-                output = self._last_output(candidate, output, verdicts, None)
-                step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
-                # The default list of an EngineCoreOutputs is shared, so it is not appended to.
-                step_outputs.outputs = [*step_outputs.outputs, output]
+                put(outputs, request, self._last_output(candidate, empty_output(request), verdicts, None))
             self._num_with_stop_strings -= candidate.stop_strings is not None
             if candidate.is_launched:
                 del self.launched[candidate.id]
@@ -543,33 +533,24 @@ class GroupSchedulerMixin:
         """The last output of a candidate: everything held, and data about its end."""
         try:
             output = candidate.held.finish(output)
-            self._annotate(candidate, output, verdicts, model_runner_output)
+            if not candidate.is_launched:
+                explain(candidate, output)
+                return output
+            stopped = "surplus" if candidate.id in verdicts.lost_ties else verdicts.stop.get(candidate.id)
+            say_reasons(candidate, output, stopped)
+            if candidate.reads_notes:
+                note = self._note(candidate, model_runner_output)
+                output.kv_transfer_params = note.to_params(output.kv_transfer_params)
             return output
         except Exception as error:
             candidate.error = self.faults.caught("last_output", error)
             output = EngineCoreOutput(candidate.request.request_id, [])
-            self._explain(candidate, output)
+            explain(candidate, output)
             return output
 
-    def _annotate(
-        self,
-        candidate: EngineCandidate,
-        output: EngineCoreOutput,
-        verdicts: Verdicts,
-        model_runner_output: ModelRunnerOutput | None,
-    ) -> None:
-        if not candidate.is_launched:
-            self._explain(candidate, output)
-            return
+    def _note(self, candidate: EngineCandidate, model_runner_output: ModelRunnerOutput | None) -> EndingNote:
         id, group = candidate.id, candidate.group
-        reason = "surplus" if id in verdicts.lost_ties else verdicts.stop.get(id)
-        if reason is not None:
-            output.finish_reason, output.stop_reason = FinishReason.ABORT, reason
-        if candidate.error is not None and output.finish_reason is None:
-            output.finish_reason = FinishReason.ABORT if candidate.reads_notes else FinishReason.ERROR
-        if not candidate.reads_notes:
-            return
-        note = EndingNote(
+        return EndingNote(
             state=group.state(id.index),
             end_step=group.end_step(id.index),
             confidence=confidence_of(candidate, model_runner_output),
@@ -580,20 +561,6 @@ class GroupSchedulerMixin:
             num_preemptions=candidate.request.num_preemptions,
             error=candidate.error,
         )
-        output.kv_transfer_params = note.to_params(output.kv_transfer_params)
-
-    def _explain(self, candidate: EngineCandidate, output: EngineCoreOutput) -> None:
-        """Say why a candidate was refused or failed: in a note. If its client reads no notes, as an error and in our
-        log.
-        """
-        if candidate.reads_notes:
-            output.finish_reason = FinishReason.ABORT
-            note = EndingNote("failed", 0, None, refusal=candidate.refusal, error=candidate.error)
-            output.kv_transfer_params = note.to_params(output.kv_transfer_params)
-            return
-        output.finish_reason, output.stop_reason = FinishReason.ERROR, candidate.refusal or candidate.error
-        if candidate.refusal is not None:
-            logger.error("vllm_rollout: request %.100s was refused: %s", output.request_id, candidate.refusal)
 
 
 class RolloutScheduler(GroupSchedulerMixin, Scheduler):
