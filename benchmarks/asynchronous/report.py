@@ -38,7 +38,8 @@ TITLES = {**{arm: its.title for arm, its in ARMS.items()}, BOUND: "bound: work o
 KEYS = tuple(f"to_{goal}" for goal in GOALS)
 RIVALS = [name for name, arm in ARMS.items() if arm.splits_devices and arm.plan == WAIT.plan]
 """Asynchronous arms without a race. The best one has most seeds, and of those the lowest median."""
-PICTURED = (*MAIN_ARMS, BOUND)
+PICTURED = (*MAIN_ARMS, BOUND, "off-race-taught", "stale2-drop")
+"""Arms whose success over seconds is drawn: the main ones, the soonest one, and the best without a race."""
 OF_STEPS = ("staleness", "token_staleness", "reward", "difference")
 """Means over all updates: updates between a group's start and its batch, and between a token and its batch."""
 
@@ -208,7 +209,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     """The first world: success over seconds of the main arms, and seconds to the first goal of all arms."""
     (world, rows), key = next(iter(record["worlds"].items())), KEYS[0]
     main = [row for row in rows if row["arm"] in PICTURED]
-    colors = {row["arm"]: f"C{PICTURED.index(row['arm'])}" if row in main else "C8" for row in rows}
+    colors = {row["arm"]: f"C{PICTURED.index(row['arm'])}" if row in main else "lightgray" for row in rows}
     with picture(path, figsize=(15, max(5.0, 0.32 * len(rows) + 1.5)), width_ratios=(1.1, 1), w_pad=2) as panels:
         for row in main:
             curves = [run["over_time"] for run in row["runs"]]

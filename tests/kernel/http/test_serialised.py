@@ -41,14 +41,18 @@ ENDED: dict[str, Any] = {
     "confidence": st.none() | st.builds(ConfidenceAnswer, mean=FLOATS, lowest_window=FLOATS, bottom_windows=FLOATS),
     "would_prune": st.none() | st.booleans(),
 }
-CONTENT: dict[str, Any] = {"token_ids": LISTS, "logprobs": st.none() | st.lists(FLOATS, max_size=5), "text": TEXTS}
+CONTENT: dict[str, Any] = {
+    "token_ids": LISTS,
+    "logprobs": st.none() | st.lists(FLOATS, max_size=5),
+    "text": TEXTS,
+    "weight_versions": st.lists(st.fixed_dictionaries({"version": st.text(max_size=3), "start": st.integers(0, 9)})),
+}
 TRAJECTORIES = st.builds(
     Trajectory,
     **ENDED,
     **CONTENT,
     finish_reason=TEXTS,
     stop_reason=st.none() | st.integers(0, 9) | st.text(max_size=3),
-    weight_versions=st.lists(st.fixed_dictionaries({"version": st.text(max_size=3), "start": st.integers(0, 9)})),
 )
 STATES = st.sampled_from(["finished", "pruned", "surplus", "failed"])
 CANDIDATES = st.builds(Candidate, **ENDED, state=STATES) | st.builds(

@@ -82,6 +82,19 @@ async def test_batches_of_complete_groups_come_while_weights_come(app, http, eng
     assert feed["totals"]["generated_tokens"] > 0
 
 
+async def test_stopped_answers_of_a_race_come_with_all_that_an_off_policy_trainer_needs(app, http, engine) -> None:
+    engine.weight_version = "step-0"
+    await make(http, redundancy=2, include=["logprobs", "stopped"])
+    await put(http, 0, 6)
+    for group in (await take(http))["groups"]:
+        assert (len(group["trajectories"]), len(group["candidates"])) == (2, 2)
+        for stopped in group["candidates"]:
+            assert stopped["state"] == "surplus"
+            num_tokens = stopped["num_tokens"]
+            assert (len(stopped["token_ids"]), len(stopped["logprobs"])) == (num_tokens, num_tokens)
+            assert stopped["weight_versions"] == [{"version": "step-0", "start": 0, "end": num_tokens}]
+
+
 async def test_a_batch_is_taken_once_and_sent_again_by_its_key(http) -> None:
     await make(http)
     await put(http, 0, 6)

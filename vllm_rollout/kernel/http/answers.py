@@ -112,6 +112,8 @@ class StoppedCandidate(Candidate):
     token_ids: list[int]
     logprobs: list[float] | None = None
     text: str | None = None
+    weight_versions: list[dict[str, Any]] = []
+    """As of trajectories, so that a trainer can correct each token that it learns from."""
     ended_by_itself: bool = False
     """True if the answer is whole, and as likely right as any other: the candidate was not selected, or lost a tie."""
 

@@ -29,7 +29,6 @@ def trajectory_of(
         stop_reason=end.stop_reason,
         mean_confidence=mean,
         std_confidence=std,
-        weight_versions=list(end.weight_versions),
         num_resumed_tokens=end.ending.num_resumed,
         off_policy=is_off_policy(
             {span["version"] for span in end.weight_versions}, end.ending.num_resumed, current_version
@@ -82,6 +81,7 @@ def _content(end: CandidateEnd, included: Set[Included]) -> dict[str, Any]:
         "token_ids": list(end.token_ids),
         "logprobs": list(end.logprobs) if "logprobs" in included and end.logprobs is not None else None,
         "text": end.text if "text" in included else None,
+        "weight_versions": list(end.weight_versions),
     }
 
 
