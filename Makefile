@@ -47,6 +47,7 @@ help:
 	@echo "  make test-all    every test in one run; half an hour on two cores"
 	@echo "  make test-fast   the tests that start no engine and are not slow"
 	@echo "  make test-nightly  the tests without an engine in a random order, with random examples, in one process   SEED=7 repeats both"
+	@echo "  make test-stalled  the same tests in processes that are stopped again and again: finds tests that need a fast machine"
 	@echo "  make without PART=drafts  lint and tests on a copy without that part, its folder and its tests; four minutes"
 	@echo "  make kernel      lint and tests of the kernel alone, without a folder of a part, and an engine that runs without any"
 	@echo "  make test-versions  tests that use vLLM and some engine tests on every supported vLLM, each in an environment of"
@@ -116,6 +117,11 @@ SEED := $(shell date +%s)
 test-nightly: install models
 	@echo "in the order and with the examples of this seed; to repeat them: make test-nightly SEED=$(SEED)"
 	VLLM_ROLLOUT_EXAMPLES=fresh $(PY) -m pytest -q -p randomly --randomly-seed=$(SEED) --hypothesis-seed=$(SEED) -m "not engine" tests
+
+# Half of the time its processes are stopped. What fails here needs a fast machine.
+.PHONY: test-stalled
+test-stalled: install models
+	SEED=$(SEED) $(IN_TWO) -p tests.support.stalls -m "not engine" tests
 
 .PHONY: test-fast
 test-fast: install

@@ -13,7 +13,7 @@ from vllm_rollout.parts.rewards.grading.http import RewardServer
 ASKED = Trajectory("6 * 7?", "42", {"answer": "42"})
 
 
-def grade_of(answers, limit_s=1.0):
+def grade_of(answers, limit_s=60):
     """`answers`: what the server says to each attempt, a number for a status, or a function of what it was sent."""
     left = list(answers)
     sent = []

@@ -68,7 +68,7 @@ class Model:
             yield judge
 
 
-def grade_of(*answers, trajectory=ASKED, limit_s=5.0, **terms):
+def grade_of(*answers, trajectory=ASKED, limit_s=60, **terms):
     """The grade and the bodies that the model got."""
     model = Model(*answers)
 
@@ -109,7 +109,7 @@ def test_a_plain_text_is_completed_and_a_chat_in_it_is_written_by_its_messages(m
 
     async def ask():
         async with model.judge(**terms) as judge:
-            return await judge.grade(Trajectory(prompt, "no"), 5)
+            return await judge.grade(Trajectory(prompt, "no"), 60)
 
     assert asyncio.run(ask()).reward == 2
     assert model.bodies[0]["prompt"] == 'system: Be brief.\n\nuser: [{"type": "text"}]\nno'
@@ -229,10 +229,10 @@ def test_equal_questions_are_asked_once_and_the_least_recently_asked_is_forgotte
     async def ask():
         async with model.judge(cache=2) as judge:
             for text in "abacab":
-                assert (await judge.grade(Trajectory("p", text), 5)).reward == 1
+                assert (await judge.grade(Trajectory("p", text), 60)).reward == 1
         async with model.judge(cache=0) as judge:
             for text in "dd":
-                await judge.grade(Trajectory("p", text), 5)
+                await judge.grade(Trajectory("p", text), 60)
 
     asyncio.run(ask())
     assert [body["messages"][0]["content"] for body in model.bodies] == ["p a", "p b", "p c", "p b", "p d", "p d"]
@@ -243,7 +243,7 @@ def test_a_failure_is_not_remembered():
 
     async def ask():
         async with model.judge() as judge:
-            return [(await judge.grade(ASKED, 5)).status for _ in range(3)]
+            return [(await judge.grade(ASKED, 60)).status for _ in range(3)]
 
     assert asyncio.run(ask()) == ["error", "ok", "ok"]
     assert len(model.requests) == 2
@@ -306,12 +306,12 @@ def test_a_judge_without_a_url_asks_the_engine_beside_the_server(tmp_path, monke
 
     async def ask():
         async with Judge(transport=httpx.MockTransport(model), **PATTERN) as judge:
-            yield await judge.grade(ASKED, 5)
+            yield await judge.grade(ASKED, 60)
             dying = asyncio.create_task(judge.grade(Trajectory("p", "another"), 0.2))
             await asyncio.sleep(0)
             JudgeEngine("http://127.0.0.1:1234", "key", "it ended with exit status -9").write(file)
             yield await dying
-            yield await judge.grade(Trajectory("p", "a third"), 5)
+            yield await judge.grade(Trajectory("p", "a third"), 60)
 
     async def all_of_them():
         return [grade async for grade in ask()]

@@ -255,7 +255,7 @@ async def test_an_agent_that_brings_no_reward_delays_its_group_no_longer_than_a_
         await asyncio.Event().wait()
         return 1.0
 
-    sessions = {"max_turns": 1, "idle_timeout_s": 0.2}
+    sessions = {"max_turns": 1, "idle_timeout_s": 1}
     async with feed_at(url, batch=1, sessions=sessions) as feed, feed.agents(run):
         await feed.put(prompts(1))
         (group,) = (await feed.batch()).groups

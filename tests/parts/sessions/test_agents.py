@@ -457,7 +457,7 @@ def test_functions_that_do_not_end_hold_their_group_for_a_bounded_time_and_are_c
             if len(ended) == 2:
                 both.set()
 
-    a, b = groups_of(url, ["a", "b"], 1, 1, run=run, idle_timeout_s=0.5, early_stop=False)
+    a, b = groups_of(url, ["a", "b"], 1, 1, run=run, idle_timeout_s=2, early_stop=False)
     assert [(each.state, each.reward, type(each.error)) for each in a.trajectories] == [
         ("finished", None, TimeoutError)
     ]

@@ -1,0 +1,29 @@
+"""A plugin of pytest that stops its process again and again, as a machine that others use does: `make test-stalled`.
+
+A test that fails under it needs luck: it gives something less time than a slow machine takes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+STALLS = """
+import os, random, signal, sys, time
+process, chance = int(sys.argv[1]), random.Random(sys.argv[2])
+while os.getppid() == process:
+    time.sleep(chance.uniform(0.05, 1))
+    os.kill(process, signal.SIGSTOP)
+    time.sleep(chance.uniform(0.3, 1.2))
+    os.kill(process, signal.SIGCONT)
+"""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it runs no tests, its workers do
+    seed = os.environ.get("SEED", "0")
+    config.add_cleanup(subprocess.Popen([sys.executable, "-c", STALLS, str(os.getpid()), seed]).kill)
