@@ -501,10 +501,10 @@ RESULTS: Sequence[Quoted] = (
            lambda it: f"{sooner(it, 'race', 'length says nothing')} "
                       f"{reached(it, 'race', 'plain', style='length says nothing')}"),
     Quoted("race, each at its best learning rate", PLAIN, "time_to_reward_rates", at_best_rates),
-    Quoted("one step off with a race", PLAIN, "asynchronous",
-           lambda it: clocked_gain(it, "off-race", "wait")),
-    Quoted("one step off with a race", "asynchronous training without a race", "asynchronous",
-           lambda it: clocked_gain(it, "off-race", best_without_race(it))),
+    Quoted("feed, race, stopped answers teach", PLAIN, "asynchronous_2",
+           lambda it: clocked_gain(it, "stale1-race16-taught", "wait")),
+    Quoted("feed, race, stopped answers teach", "asynchronous training without a race", "asynchronous_2",
+           lambda it: clocked_gain(it, "stale1-race16-taught", best_without_race(it))),
     # Counted.
     Quoted("5 % of requests audited", "no audits", "audits",
            lambda it: f"{believed(it, 0.05)} {believed(it, 0.0)} {waited(it)}"),

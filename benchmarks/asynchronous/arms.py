@@ -88,6 +88,9 @@ ARMS = {
     "off-race-taught": replace(
         raced(OFF, 16), title="one step off, race 8 of 16, stopped ones teach", stopped_teach=True
     ),
+    "stale1-race16-taught": replace(
+        raced(STALE[1], 16), title="staleness 1, race 8 of 16, stopped ones teach", stopped_teach=True
+    ),
     "stale2-drop-race12": replace(
         raced(STALE[2], 12), title="staleness 2, older ones dropped, race 8 of 12", on_stale="drop"
     ),

@@ -38,8 +38,8 @@ TITLES = {**{arm: its.title for arm, its in ARMS.items()}, BOUND: "bound: work o
 KEYS = tuple(f"to_{goal}" for goal in GOALS)
 RIVALS = [name for name, arm in ARMS.items() if arm.splits_devices and arm.plan == WAIT.plan]
 """Asynchronous arms without a race. The best one has most seeds, and of those the lowest median."""
-PICTURED = (*MAIN_ARMS, BOUND, "off-race-taught", "stale2-drop")
-"""Arms whose success over seconds is drawn: the main ones, the soonest one, and the best without a race."""
+PICTURED = (*MAIN_ARMS, BOUND, "stale1-race16-taught", "stale2-drop")
+"""Arms whose success over seconds is drawn: the main ones, the recommended one, and the best without a race."""
 OF_STEPS = ("staleness", "token_staleness", "reward", "difference")
 """Means over all updates: updates between a group's start and its batch, and between a token and its batch."""
 
@@ -214,15 +214,12 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         for row in main:
             curves = [run["over_time"] for run in row["runs"]]
             means = [fmean(at) for at in zip(*(curve["success"] for curve in curves), strict=True)]
-            label = f"{row['title']} (runs: {len(curves)})"
             seconds = [fmean(at) for at in zip(*(curve["seconds"] for curve in curves), strict=True)]
-            panels[0].plot(seconds, means, "o-", ms=3, color=colors[row["arm"]], label=label)
+            panels[0].plot(seconds, means, "o-", ms=3, color=colors[row["arm"]])
         panels[0].set_xlabel("seconds at a GPU's ratios")
         panels[0].set_ylabel("held-out success, mean of seeds")
-        panels[0].set_title(
-            f"training is {100 * WORLDS[world].training:.0f} % of a step that waits", loc="left", weight="bold"
-        )
-        panels[0].legend(frameon=False, fontsize=8)
+        training = f"training is {100 * WORLDS[world].training:.0f} % of a step that waits"
+        panels[0].set_title(f"{training}; colors as on the right", loc="left", weight="bold")
         limit = rows[0]["runs"][0]["limit_s"]
         bars(
             panels[1],
