@@ -27,7 +27,12 @@ from tests.versions.selection import tests_of_vllm
 from vllm_rollout.adapter.compat import lacking
 from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM
 
-SUITES = {"adapter": "tests without an engine", "engine": "engine tests", "smoke": "a few of those"}
+SUITES = {
+    "adapter": "tests without an engine",
+    "quick": "those that do not try many cases",
+    "engine": "engine tests",
+    "smoke": "a few of those",
+}
 """Description of each suite, by its name in the result file."""
 RESULT = ROOT / "benchmarks" / "results" / "versions.json"
 NAMES = "tests/versions/names.txt"
@@ -36,11 +41,10 @@ SMOKE = "test_race or a_race_returns or single_requests_with_a_group_id or lacks
 """Tests of both model runners and of a server: groups, joined requests, missing features."""
 SAME_EVERYWHERE = ("tests/parts/pruning/test_learning_calls.py", "tests/kernel/worker/test_observing.py")
 """Modules that import vLLM, but in which no test calls a function of vLLM's."""
+WITHOUT_ENGINE = [path for path in tests_of_vllm() if path not in SAME_EVERYWHERE]
 SELECTION = {
-    "adapter": (
-        *(path for path in tests_of_vllm() if path not in SAME_EVERYWHERE),
-        *("-m", "not engine and not slow"),
-    ),
+    "adapter": (*WITHOUT_ENGINE, "-m", "not engine and not slow"),
+    "quick": (*WITHOUT_ENGINE, "-m", "not engine and not slow and not thorough"),
     "engine": ("tests/engine", "-m", "versions"),
     "smoke": ("tests/engine/test_race.py", "tests/engine/test_server.py", "-m", "versions", "-k", SMOKE),
 }
