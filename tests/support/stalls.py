@@ -14,11 +14,11 @@ import pytest
 STALLS = """
 import os, random, signal, sys, time
 process, chance = int(sys.argv[1]), random.Random(sys.argv[2])
-while os.getppid() == process:
-    time.sleep(chance.uniform(0.05, 1))
+while time.sleep(chance.uniform(0.05, 1)) is None and os.getppid() == process:
     os.kill(process, signal.SIGSTOP)
     time.sleep(chance.uniform(0.3, 1.2))
-    os.kill(process, signal.SIGCONT)
+    if os.getppid() == process:
+        os.kill(process, signal.SIGCONT)
 """
 
 
@@ -26,4 +26,5 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # it runs no tests, its workers do
     seed = os.environ.get("SEED", "0")
-    config.add_cleanup(subprocess.Popen([sys.executable, "-c", STALLS, str(os.getpid()), seed]).kill)
+    # It ends by itself after this process. If it were killed, this process might be stopped for good.
+    subprocess.Popen([sys.executable, "-c", STALLS, str(os.getpid()), seed])
