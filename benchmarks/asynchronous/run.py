@@ -4,13 +4,14 @@
     python -m benchmarks.asynchronous.run models/careful runs/asynchronous --arms wait race stale2 --seeds 1 2 3
     python -m benchmarks.asynchronous.report runs/asynchronous
 
-FOLDER gets `pilot.json`, and a record `WORLD/ARM-SEED.jsonl` per run. Two runs of a seed have the same problems in the
-same order. The same command continues after a kill, and repeats the run that was interrupted.
+FOLDER gets `pilot.json`, and a record `WORLD/ARM-SEED.jsonl` per completed run. Two runs of a seed have the same
+problems in the same order. The same command continues after a kill, and repeats the run that was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,11 +38,13 @@ def is_done(record: Path) -> bool:
 def train(arm: Arm, clock: Clock, limit_s: float, model: str, seed: int, record: Path) -> dict[str, Any]:
     """One run. Returns its last evaluation."""
     policy, began = Policy(model, seed), time.monotonic()
-    record.unlink(missing_ok=True)
-    write_line(record, {"kind": "start", "title": arm.title, "rollout_share": clock.rollout_share, "limit_s": limit_s})
+    own = record.with_name(f"{record.name}.{os.getpid()}")  # another process may train the same run
+    own.unlink(missing_ok=True)
+    write_line(own, {"kind": "start", "title": arm.title, "rollout_share": clock.rollout_share, "limit_s": limit_s})
     for line in Training(arm, clock, policy.sampler(seed), policy).go(limit_s):
-        write_line(record, line)
-    write_line(record, {"kind": "end", "real_seconds": time.monotonic() - began})
+        write_line(own, line)
+    write_line(own, {"kind": "end", "real_seconds": time.monotonic() - began})
+    own.rename(record)
     return line
 
 
