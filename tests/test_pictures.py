@@ -93,7 +93,7 @@ KEPT: Mapping[str, Kept] = {
         of_result("benchmarks.ablation"),
         ("milliseconds that each stage adds to a step, per group that is trained on",),
     ),
-    "asynchronous": Kept(
+    "asynchronous_2": Kept(
         "python -m benchmarks.asynchronous",
         of_result("benchmarks.asynchronous.report"),
         (GPU_SECONDS, "seconds at a GPU's ratios, median (ticks: seeds)"),
