@@ -53,6 +53,10 @@ def raced(arm: Arm, num_candidates: int) -> Arm:
     return replace(arm, title=f"{arm.title}, race 8 of {num_candidates}", plan=race(num_candidates))
 
 
+def taught(arm: Arm) -> Arm:
+    return replace(arm, title=f"{arm.title}, stopped ones teach", stopped_teach=True)
+
+
 def most_different(arm: Arm) -> Arm:
     return replace(arm, title=f"{arm.title}, most different 8 of 16", plan=GroupPlan(16), most_different=True)
 
@@ -71,26 +75,20 @@ ARMS = {
     "stale1-race16": raced(STALE[1], 16),
     "stale2-race10": raced(STALE[2], 10),
     "stale2-race16": raced(STALE[2], 16),
-    "race-taught": Arm("race 8 of 16, stopped ones teach", race(16), stopped_teach=True),
+    "race-taught": taught(Arm("race 8 of 16", race(16))),
     "stale4": STALE[4],
     "stale2-drop": replace(STALE[2], title="staleness 2, older ones dropped", on_stale="drop"),
     "stale2-recompute": replace(STALE[2], title="staleness 2, KV recomputed", recompute=True),
     "stale2-truncated": replace(STALE[2], title="staleness 2, importance sampling", truncates=True),
-    "stale2-race12-taught": replace(
-        raced(STALE[2], 12), title="staleness 2, race 8 of 12, stopped ones teach", stopped_teach=True
-    ),
+    "stale2-race12-taught": taught(raced(STALE[2], 12)),
     "rounds": Arm("rounds", in_rounds=True),
     "off-rounds": replace(OFF, title="one step off, rounds", in_rounds=True),
     "dual": Arm("7 first and the longest of 16", DUAL_END),
     "different": most_different(replace(WAIT, title="wait")),
     "stale2-different": most_different(STALE[2]),
     "off-race12": raced(OFF, 12),
-    "off-race-taught": replace(
-        raced(OFF, 16), title="one step off, race 8 of 16, stopped ones teach", stopped_teach=True
-    ),
-    "stale1-race16-taught": replace(
-        raced(STALE[1], 16), title="staleness 1, race 8 of 16, stopped ones teach", stopped_teach=True
-    ),
+    "off-race-taught": taught(raced(OFF, 16)),
+    "stale1-race16-taught": taught(raced(STALE[1], 16)),
     "stale2-drop-race12": replace(
         raced(STALE[2], 12), title="staleness 2, older ones dropped, race 8 of 12", on_stale="drop"
     ),

@@ -238,7 +238,7 @@ def main() -> None:
     arguments.add_argument("folder", type=Path, help="a folder of benchmarks.asynchronous.run")
     arguments.add_argument("--add", type=Path, metavar="JSON", help="add the runs of this earlier report to them")
     arguments.set_defaults(
-        output=ROOT / "benchmarks/results/asynchronous.json", plot=ROOT / "docs/images/asynchronous.png"
+        output=ROOT / "benchmarks/results/asynchronous_2.json", plot=ROOT / "docs/images/asynchronous_2.png"
     )
     arguments = arguments.parse_args()
     record = record_of_run(seed=arguments.seed, workload={"runs": HOW_TO_RUN, "report": __doc__})

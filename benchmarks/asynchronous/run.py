@@ -11,7 +11,7 @@ problems in the same order. The same command continues after a kill, and repeats
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from benchmarks.asynchronous.policy import Policy
 from benchmarks.asynchronous.train import Training
 from benchmarks.common import in_turn
 from benchmarks.time_to_reward.run import say_what_runs, whole_lines
-from examples.grpo.model import write_line
+from vllm_rollout.whole_file import PUBLIC, write_whole
 
 MAIN_ARMS = list(ARMS)[:7]
 
@@ -38,14 +38,12 @@ def is_done(record: Path) -> bool:
 def train(arm: Arm, clock: Clock, limit_s: float, model: str, seed: int, record: Path) -> dict[str, Any]:
     """One run. Returns its last evaluation."""
     policy, began = Policy(model, seed), time.monotonic()
-    own = record.with_name(f"{record.name}.{os.getpid()}")  # another process may train the same run
-    own.unlink(missing_ok=True)
-    write_line(own, {"kind": "start", "title": arm.title, "rollout_share": clock.rollout_share, "limit_s": limit_s})
-    for line in Training(arm, clock, policy.sampler(seed), policy).go(limit_s):
-        write_line(own, line)
-    write_line(own, {"kind": "end", "real_seconds": time.monotonic() - began})
-    own.rename(record)
-    return line
+    start = {"kind": "start", "title": arm.title, "rollout_share": clock.rollout_share, "limit_s": limit_s}
+    lines = [start, *Training(arm, clock, policy.sampler(seed), policy).go(limit_s)]
+    end = {"kind": "end", "real_seconds": time.monotonic() - began}
+    # Written at once: another process may train the same run.
+    write_whole(record, "".join(f"{json.dumps(line)}\n" for line in [*lines, end]).encode(), PUBLIC)
+    return lines[-1]
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM
 
 SUITES = {
     "adapter": "tests without an engine",
-    "quick": "those that do not try many cases",
+    "quick": "tests without an engine and with few cases",
     "engine": "engine tests",
     "smoke": "a few of those",
 }

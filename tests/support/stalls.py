@@ -12,13 +12,14 @@ import sys
 import pytest
 
 STALLS = """
-import os, random, signal, sys, time
+import itertools, os, random, signal, sys, time
 process, chance = int(sys.argv[1]), random.Random(sys.argv[2])
-while time.sleep(chance.uniform(0.05, 1)) is None and os.getppid() == process:
-    os.kill(process, signal.SIGSTOP)
-    time.sleep(chance.uniform(0.3, 1.2))
-    if os.getppid() == process:
-        os.kill(process, signal.SIGCONT)
+turns = (signal.SIGSTOP, 0.05, 1), (signal.SIGCONT, 0.3, 1.2)
+for turn, least_s, most_s in itertools.cycle(turns):
+    time.sleep(chance.uniform(least_s, most_s))
+    if os.getppid() != process:
+        break
+    os.kill(process, turn)
 """
 
 

@@ -82,7 +82,7 @@ async def test_batches_of_complete_groups_come_while_weights_come(app, http, eng
     assert feed["totals"]["generated_tokens"] > 0
 
 
-async def test_stopped_answers_of_a_race_come_with_all_that_an_off_policy_trainer_needs(app, http, engine) -> None:
+async def test_stopped_answers_of_a_race_come_with_all_that_an_off_policy_trainer_needs(http, engine) -> None:
     engine.weight_version = "step-0"
     await make(http, redundancy=2, include=["logprobs", "stopped"])
     await put(http, 0, 6)

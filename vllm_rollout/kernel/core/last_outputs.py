@@ -39,6 +39,13 @@ def say_reasons(candidate: EngineCandidate, output: EngineCoreOutput, stopped: S
         output.finish_reason = FinishReason.ABORT if candidate.reads_notes else FinishReason.ERROR
 
 
+def failed_output(candidate: EngineCandidate) -> EngineCoreOutput:
+    """The last output of a candidate whose data are not to be trusted: nothing but the reason."""
+    output = EngineCoreOutput(candidate.request.request_id, [])
+    explain(candidate, output)
+    return output
+
+
 def explain(candidate: EngineCandidate, output: EngineCoreOutput) -> None:
     """Say why a candidate was refused or failed: in a note, or to a client without notes as an error and in our log."""
     if candidate.reads_notes:

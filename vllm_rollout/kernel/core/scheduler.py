@@ -29,7 +29,7 @@ from vllm_rollout.kernel.core.calls import add_rollout_calls
 from vllm_rollout.kernel.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observations
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
 from vllm_rollout.kernel.core.joining import Joining, JoinRefused
-from vllm_rollout.kernel.core.last_outputs import empty_output, explain, put, say_reasons
+from vllm_rollout.kernel.core.last_outputs import empty_output, explain, failed_output, put, say_reasons
 from vllm_rollout.kernel.core.parent import end_with_parent
 from vllm_rollout.kernel.core.ports import CoreParts
 from vllm_rollout.kernel.core.slots import answer_for_room
@@ -297,9 +297,7 @@ class GroupSchedulerMixin:
             step_outputs.outputs = [each for each in step_outputs.outputs if each.request_id not in candidates]
         for request_id, candidate in candidates.items():
             candidate.error = reason
-            output = EngineCoreOutput(request_id, [])
-            explain(candidate, output)
-            put(outputs, candidate.request, output)
+            put(outputs, candidate.request, failed_output(candidate))
             self._joining.ended(request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -544,9 +542,7 @@ class GroupSchedulerMixin:
             return output
         except Exception as error:
             candidate.error = self.faults.caught("last_output", error)
-            output = EngineCoreOutput(candidate.request.request_id, [])
-            explain(candidate, output)
-            return output
+            return failed_output(candidate)
 
     def _note(self, candidate: EngineCandidate, model_runner_output: ModelRunnerOutput | None) -> EndingNote:
         id, group = candidate.id, candidate.group
