@@ -262,6 +262,7 @@ def run(name: str, folder: Path, command: list[str]) -> Check:
         "PYTHONPATH": str(folder),
         "HF_HUB_OFFLINE": "1",
         "MPLCONFIGDIR": str(ROOT / ".pytest_cache" / "matplotlib"),
+        "VLLM_CACHE_ROOT": str(ROOT / ".pytest_cache" / "vllm"),  # what vLLM knows of models
     }
     start = time.monotonic()
     done = subprocess.run(

@@ -35,6 +35,7 @@ from vllm_rollout.on_cpu import this_cpu
 from vllm_rollout.process import ServerProcess, counter, free_port
 
 HERE = Path(__file__).parent
+EXAMPLE_PART = HERE.parents[1] / "examples/part"
 TIMEOUT_S = 600
 """Upper bound of every wait, in seconds: long enough for a loaded machine, short enough to end a hung run."""
 TEST_TIMEOUT_S = 3 * TIMEOUT_S
@@ -55,9 +56,9 @@ ENVIRONMENT = {
 }
 
 
-def python_path(first: Path) -> str:
-    """PYTHONPATH with a folder in front: what stands there stays, this package of another environment among it."""
-    return os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
+def python_path(*first: Path) -> str:
+    """PYTHONPATH with folders in front: what stands there stays, this package of another environment among it."""
+    return os.pathsep.join(filter(None, (*map(str, first), os.environ.get("PYTHONPATH"))))
 
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": python_path(HERE / "v2_on_cpu")}
@@ -311,10 +312,18 @@ def mild_adapter(model: str, folder: Path, seed: int) -> Path:
     return folder
 
 
+def install_example_part(folder: Path) -> Path:
+    """Install the package of examples/part there, which adds a part to every server that finds it."""
+    source = shutil.copytree(EXAMPLE_PART, folder / "source")
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "--target"]
+    subprocess.run([*pip, str(folder / "parts"), str(source)], check=True, timeout=TIMEOUT_S)
+    return folder / "parts"
+
+
 @pytest.fixture(scope="session")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`vllm-rollout serve` on the tiny model and two adapters, `a` and `b`: 64 candidates at once, chunked prefill from
-    256 tokens on, a trainer's methods in the worker.
+    256 tokens on, a trainer's methods in the worker, a part of another package.
 
     In float32: in bfloat16 a seed may say something else in a batch of another size, depending on the CPU's kernels.
     """
@@ -331,7 +340,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     flags += ["--worker-extension-cls", "trainer_extension.TrainerExtension"]
     adapters = [f"{name}={mild_adapter(tiny_model, folder / name, seed)}" for seed, name in enumerate("ab", start=1)]
     flags += ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", *adapters]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path(HERE)}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path(HERE, install_example_part(folder))}
     with Server(serve_command(tiny_model, *flags), folder / "server.log", **environment) as server:
         server.record = record
         if parts.has("pruning"):
