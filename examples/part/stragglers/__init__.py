@@ -5,8 +5,8 @@
     curl http://127.0.0.1:8000/v1/rollouts -H 'content-type: application/json' -d '{
         "prompts": [{"prompt": "17 + 25 ="}], "group_size": 4, "redundancy": 4, "straggler_factor": 2}'
 
-The field has its check, its error and its description everywhere: in bodies, in `vllm_xargs`, in the clients.
-docs/contributing/architecture.md has the other ports.
+The field has its check, its error and its description in bodies and in `vllm_xargs`. Our clients take it where this
+package is installed. docs/contributing/architecture.md has the other ports.
 """
 
 from __future__ import annotations
