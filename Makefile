@@ -108,7 +108,7 @@ endif
 
 .PHONY: test-all
 test-all: install models
-	$(IN_TWO) tests
+	$(IN_TWO) --durations 20 tests
 
 SEED := $(shell date +%s)
 

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Server, ends_after, forgetful
-from tests.engine.run_rounds import VARIED, assert_groups_whole, assert_nothing_left, make_run, play_out
+from tests.engine.run_rounds import (
+    VARIED,
+    assert_groups_whole,
+    assert_nothing_left,
+    make_run,
+    num_idle_groups,
+    play_out,
+)
 
 NUM_TRIES = 10
 
@@ -36,7 +43,7 @@ def forgetting(server: Server) -> Iterator[Server]:
 def test_every_prompt_of_a_run_comes_back_once_and_nothing_is_left(
     forgetting: Server, name: str, fields: dict[str, Any]
 ) -> None:
-    server = forgetting
+    server, num_idle = forgetting, num_idle_groups(forgetting)
     run = make_run(
         server, name, group_size=3, prompts_per_round=4, prompt_speculation=1.5, sampling_params=VARIED, **fields
     )
@@ -54,7 +61,7 @@ def test_every_prompt_of_a_run_comes_back_once_and_nothing_is_left(
         assert all(answer["budget"] for answer in answers if answer["kind"] == "short")
     if name == "resumed":
         assert any(t["num_resumed_tokens"] for a in answers for g in a["groups"] for t in g["trajectories"])
-    assert_nothing_left(server)
+    assert_nothing_left(server, num_idle)
 
 
 def round_with_an_abort(server: Server, run_id: str, prompt_id: str) -> list[dict[str, Any]]:
@@ -71,6 +78,7 @@ def round_with_an_abort(server: Server, run_id: str, prompt_id: str) -> list[dic
 
 
 def test_a_candidate_that_is_lost_is_made_up_for_by_one_other(server: Server) -> None:
+    num_idle = num_idle_groups(server)
     run = make_run(server, "lost", group_size=2, prompts_per_round=1, prompt_speculation=1.0, response_speculation=1.0)
     for number in range(NUM_TRIES):
         events = round_with_an_abort(server, run["id"], f"q{number}")
@@ -83,4 +91,4 @@ def test_a_candidate_that_is_lost_is_made_up_for_by_one_other(server: Server) ->
     assert lost["num_tokens"] < 1800
     ends = [event["trajectory"] for event in events if event["type"] == "trajectory"]
     assert [t["num_tokens"] for t in ends] == [1800, 1800]
-    assert_nothing_left(server)
+    assert_nothing_left(server, num_idle)
