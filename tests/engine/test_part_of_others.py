@@ -22,6 +22,7 @@ def test_a_straggler_stops_as_soon_as_a_sibling_ends(server: Server) -> None:
         assert response.status_code == 200, response.text
         return response.json()["usage"]["completion_tokens"]
 
+    server.wait_until_idle()
     with ThreadPoolExecutor(3) as pool:
         before = server.counter(TOKENS)
         straggler = pool.submit(complete, **LONG)
