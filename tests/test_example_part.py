@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,9 @@ FOLDER = Path(__file__).parents[1] / "examples/part"
 
 @pytest.fixture(scope="module", autouse=True)
 def importable():
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield
 
 
 @pytest.fixture(scope="module")

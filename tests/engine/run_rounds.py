@@ -46,8 +46,11 @@ def assert_nothing_left(server: Server, num_idle: float = 0) -> None:
     server.wait_until_idle()
 
     def is_empty() -> bool:
-        is_idle = num_idle_groups(server) <= num_idle and server.counter("vllm_rollout:races_held") == 0
-        return is_idle and server.counter("vllm_rollout:groups_held", state="running") == 0
+        return (
+            num_idle_groups(server) <= num_idle
+            and server.counter("vllm_rollout:groups_held", state="running") == 0
+            and server.counter("vllm_rollout:races_held") == 0
+        )
 
     server.wait_until(is_empty)
 
