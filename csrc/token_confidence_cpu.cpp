@@ -2,7 +2,7 @@
 // set.
 //
 // The specification is token_confidence_reference in
-// vllm_rollout/kernel/tracker/reference.py.
+// vllm_rollout/parts/observing/tracker/reference.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

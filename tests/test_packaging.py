@@ -16,8 +16,8 @@ from setuptools import find_packages
 
 import vllm_rollout
 from tests.support.waiting import WAIT_S
+from vllm_rollout.build_command import MIN_TORCH
 from vllm_rollout.extras import install_command
-from vllm_rollout.kernel.tracker.build_command import MIN_TORCH
 from vllm_rollout.versions import PREFERRED_VLLM
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.bench import Bench
-from vllm_rollout.kernel.tracker.dispatch import OPERATORS, active_implementation
-from vllm_rollout.kernel.tracker.tracker import NUM_KEPT
+from vllm_rollout.parts.observing.tracker.dispatch import OPERATORS, active_implementation
+from vllm_rollout.parts.observing.tracker.tracker import NUM_KEPT
 
 VOCABULARIES = (151_936, 32_001)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

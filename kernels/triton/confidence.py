@@ -2,7 +2,7 @@
 
 Invariant: every slot is written by one program. The host never waits for the device.
 
-The specification is `vllm_rollout.kernel.tracker.reference.update_confidence_reference`.
+The specification is `vllm_rollout.parts.observing.tracker.reference.update_confidence_reference`.
 """
 
 import torch

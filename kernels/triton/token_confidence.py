@@ -1,7 +1,7 @@
 """token_confidence on a GPU: every row in one pass over the vocabulary.
 
 Invariant: logits are read once, nothing of their size is written, and the host never waits for the device.
-The specification is `vllm_rollout.kernel.tracker.reference.token_confidence_reference`.
+The specification is `vllm_rollout.parts.observing.tracker.reference.token_confidence_reference`.
 """
 
 import torch

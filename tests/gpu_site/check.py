@@ -19,10 +19,10 @@ from benchmarks.gpu_check.engine_child import engine_options
 from benchmarks.gpu_check.models import Models
 from benchmarks.gpu_check.pieces import ENGINES, PIECES, sources_of
 from vllm_rollout.kernel.api.serve import parse
-from vllm_rollout.kernel.tracker.dispatch import active_implementation, extension_fault
 from vllm_rollout.kernel.worker.runner import RunnerV1Mixin, RunnerV2Mixin
 from vllm_rollout.kernel.worker.worker import RolloutWorker
 from vllm_rollout.kernels import confidence, quality_head, token_confidence
+from vllm_rollout.parts.observing.tracker.dispatch import active_implementation, extension_fault
 
 
 def check(what: str, holds: bool, found: object = "") -> None:

@@ -12,10 +12,10 @@ import torch
 import vllm_rollout
 from tests.kernels.confidence_cases import assert_updated, random_case
 from tests.support.waiting import WAIT_S
-from vllm_rollout.kernel.tracker import dispatch
-from vllm_rollout.kernel.tracker.build_command import build_command
-from vllm_rollout.kernel.tracker.dispatch import active_implementation
-from vllm_rollout.kernel.tracker.ops import update_confidence
+from vllm_rollout.build_command import build_command
+from vllm_rollout.parts.observing.tracker import dispatch
+from vllm_rollout.parts.observing.tracker.dispatch import active_implementation
+from vllm_rollout.parts.observing.tracker.ops import update_confidence
 
 IN_TORCH_ON_CPU = {"quality_head"}
 
@@ -80,7 +80,7 @@ def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_mi
     code = (
         "import torch\n"
         f"torch.__version__ = torch.torch_version.TorchVersion({torch_version!r} or torch.__version__)\n"
-        "from vllm_rollout.kernel.tracker.dispatch import active_implementation\n"
+        "from vllm_rollout.parts.observing.tracker.dispatch import active_implementation\n"
         "implementation = active_implementation('cpu')\n"
         "print(implementation.name, implementation.reason, sep=' | ')"
     )

@@ -17,9 +17,9 @@ from tests.kernels.token_confidence_cases import (
     whole,
     with_masked_entries,
 )
-from vllm_rollout.kernel.tracker.dispatch import active_implementation
-from vllm_rollout.kernel.tracker.ops import token_confidence
-from vllm_rollout.kernel.tracker.reference import token_confidence_reference
+from vllm_rollout.parts.observing.tracker.dispatch import active_implementation
+from vllm_rollout.parts.observing.tracker.ops import token_confidence
+from vllm_rollout.parts.observing.tracker.reference import token_confidence_reference
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_importing_the_package_loads_neither_torch_nor_vllm_and_the_tracker_not_
         import sys
         import vllm_rollout
         assert not {"torch", "vllm"} & sys.modules.keys()
-        from vllm_rollout.kernel.tracker.dispatch import active_implementation
+        from vllm_rollout.parts.observing.tracker.dispatch import active_implementation
         active_implementation("cpu")
         assert not {"triton", "vllm"} & sys.modules.keys()
     """

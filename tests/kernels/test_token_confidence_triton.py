@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.token_confidence_cases import DTYPES, TOLERANCE, Case, random_case, special_cases
 from tests.kernels.triton_runs import interpreted_runs
-from vllm_rollout.kernel.tracker.dispatch import active_implementation
-from vllm_rollout.kernel.tracker.ops import token_confidence
-from vllm_rollout.kernel.tracker.reference import token_confidence_reference
+from vllm_rollout.parts.observing.tracker.dispatch import active_implementation
+from vllm_rollout.parts.observing.tracker.ops import token_confidence
+from vllm_rollout.parts.observing.tracker.reference import token_confidence_reference
 
 pytest.importorskip("triton")
 

@@ -7,9 +7,9 @@ import torch
 from torch import library
 
 from tests.kernels.confidence_cases import Case, assert_updated, random_case, special_cases
-from vllm_rollout.kernel.tracker.dispatch import active_implementation
-from vllm_rollout.kernel.tracker.ops import update_confidence
-from vllm_rollout.kernel.tracker.reference import update_confidence_reference
+from vllm_rollout.parts.observing.tracker.dispatch import active_implementation
+from vllm_rollout.parts.observing.tracker.ops import update_confidence
+from vllm_rollout.parts.observing.tracker.reference import update_confidence_reference
 
 
 @pytest.fixture(params=["c++", "torch"])

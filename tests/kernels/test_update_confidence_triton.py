@@ -5,8 +5,8 @@ import torch
 
 from tests.kernels.confidence_cases import Case, assert_updated, random_case, special_cases
 from tests.kernels.triton_runs import interpreted_runs
-from vllm_rollout.kernel.tracker.dispatch import active_implementation
-from vllm_rollout.kernel.tracker.ops import update_confidence
+from vllm_rollout.parts.observing.tracker.dispatch import active_implementation
+from vllm_rollout.parts.observing.tracker.ops import update_confidence
 
 pytest.importorskip("triton")
 

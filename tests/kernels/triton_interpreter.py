@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from vllm_rollout.kernel.tracker.dispatch import operators
+from vllm_rollout.parts.observing.tracker.dispatch import operators
 
 cases_path, results_path = sys.argv[1:]
 results = {}

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tests.parts.pruning.scoring import ScoringTracker
-from vllm_rollout.kernel.tracker import dispatch
-from vllm_rollout.kernel.tracker.warm_up import warm_up
+from vllm_rollout.parts.observing.tracker import dispatch
+from vllm_rollout.parts.observing.tracker.warm_up import warm_up
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.worker.quality_head import QUALITY_HEAD_HIDDEN, HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead

@@ -65,9 +65,12 @@ STANDS_BEFORE = {
     "kernel.worker.runner.RunnerV1Mixin": RUNNERS[:1],
     "kernel.worker.runner.CPURunnerV1Mixin": ("vllm.v1.worker.cpu_model_runner.CPUModelRunner",),
     "kernel.worker.runner.RunnerV2Mixin": RUNNERS[1:],
-    "kernel.worker.runner.SamplerMixin": ("vllm.v1.worker.gpu.sample.sampler.Sampler",),
     "kernel.worker.worker.RolloutWorker": WORKERS,
     "parts.emulation.worker.worker.EmulatedWorker": WORKERS[:1],
+    "parts.observing.worker.runner.ObservingMixin": RUNNERS,
+    "parts.observing.worker.runner.ObservingV1Mixin": RUNNERS[:1],
+    "parts.observing.worker.runner.ObservingV2Mixin": RUNNERS[1:],
+    "parts.observing.worker.runner.SamplerMixin": ("vllm.v1.worker.gpu.sample.sampler.Sampler",),
     "kernel.api.endpoints.RolloutEndpoints": ("vllm.plugins.endpoint_plugins.interface.EndpointPlugin",),
 }
 """The vLLM classes that a class of ours stands before, or for, without saying so."""

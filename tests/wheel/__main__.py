@@ -42,7 +42,7 @@ INSTALLED = (ROOT / "requirements" / "cpu.txt").read_text() + INSTALL.read_text(
 """Contents of an environment, by which it can be used again."""
 LOADED = """
 import vllm_rollout
-from vllm_rollout.kernel.tracker.dispatch import active_implementation, extension_fault
+from vllm_rollout.parts.observing.tracker.dispatch import active_implementation, extension_fault
 print(vllm_rollout.__file__, active_implementation("cpu").name, extension_fault())
 """
 

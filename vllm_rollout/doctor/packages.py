@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_rollout.build_command import build_command
 from vllm_rollout.doctor.finding import Finding, ok
 from vllm_rollout.extras import install_command
-from vllm_rollout.kernel.tracker.build_command import build_command
 from vllm_rollout.versions import vllm_refusal
 
 MIN_PYTHON = (3, 11)

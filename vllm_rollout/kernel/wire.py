@@ -26,6 +26,8 @@ from vllm_rollout.kernel.rules.types import CandidateState
 TAG_KEY = "vllm_rollout"
 ENDING_KEY = "vllm_rollout"
 REPORT_ATTRIBUTE = "vllm_rollout_report"
+NO_POSITION = -1
+"""First position of a row that samples nothing."""
 
 
 ValueKind = Literal["terms", "said", "note", "taken"]
@@ -119,7 +121,7 @@ class RunnerReport(NamedTuple):
     parts: Mapping[str, PartReport] = {}
     """Values of parts, by part."""
     first_positions: np.ndarray | None = None
-    """int64 [num_rows]: output tokens before this step. None in a step without drafts."""
+    """int64 [num_rows]: output tokens before this step, or `NO_POSITION`. None in a step without drafts."""
     failed: Mapping[str, str] = {}
     """Reasons by id of requests that cannot be observed any more. They fail, because a wrong or missing
     score is worse.

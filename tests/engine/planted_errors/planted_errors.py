@@ -27,9 +27,9 @@ def plant() -> None:
     from vllm_rollout.kernel.core.stop_strings import StopStrings
     from vllm_rollout.kernel.rules.lifecycle import Group
     from vllm_rollout.kernel.rules.step import GroupSteps
-    from vllm_rollout.kernel.tracker.tracker import CandidateTracker
-    from vllm_rollout.kernel.worker import runner
     from vllm_rollout.parts.drafts.worker.memory import DraftMemory
+    from vllm_rollout.parts.observing.tracker.tracker import CandidateTracker
+    from vllm_rollout.parts.observing.worker import runner
     from vllm_rollout.parts.pruning.rules.judge import Judge
     from vllm_rollout.parts.rounds.rules.race import RaceTable
 

@@ -4,15 +4,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.kernel.core.scheduler_runs import LOST, WON, TracedRun, add_group, assert_nothing_left
-from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, observe
 from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.types import NOT_FINITE
-from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, nothing_seen
 
 LENGTHS = [30, 40, 50, 60]
 PLANTED = "planted"
@@ -156,57 +153,3 @@ def test_candidates_that_the_worker_could_not_observe_fail(run):
     assert run.ends(["g-0", "g-2"]) == [WON, WON]
     assert run.scheduler.num_internal_errors == 2
     assert_others_go_on(run)
-
-
-RUNNERS = [(RunnerV1, False), (RunnerV1, True), (RunnerV2, False), (RunnerV2, True)]
-
-
-@pytest.fixture(params=RUNNERS, ids=lambda each: f"{each[0].__name__}-{'async' if each[1] else 'sync'}")
-def runner(request):
-    cls, asynchronous = request.param
-    runner = cls(asynchronous)
-    observe(runner, v2=cls is RunnerV2, cpu=False)
-    if cls is RunnerV2:
-        runner.load_model()
-    return runner
-
-
-def step(runner: Any, rows: list[Row], new: tuple[Any, ...] = ()) -> RunnerReport | None:
-    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
-    output = runner.sample_tokens()
-    output = output.get_output() if runner.asynchronous else output
-    assert list(output.req_ids) == [row.request_id for row in rows]
-    return output.__dict__.get(REPORT_ATTRIBUTE)
-
-
-IN_TRACKER = ["add", "start_step", "see_hidden_states", "observe"]
-
-
-@pytest.mark.parametrize("method", IN_TRACKER)
-def test_an_exception_of_the_tracker_fails_whom_it_observes(runner, monkeypatch, method):
-    monkeypatch.setattr(runner.candidate_tracker, method, fail)
-    new = (new_request("a", 3), new_request("b", 3, tagged=False))
-    report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
-    assert report is not None
-    assert list(report.failed) == ["a"]
-    assert PLANTED in report.failed["a"]
-    assert report.num_internal_errors
-    monkeypatch.undo()
-    report = step(runner, [Row("c", 3, 3), Row("b", 5, 5)], (new_request("c", 3),))
-    assert not report.failed
-    assert np.isfinite(report.confidence[0, 0]).tolist() == [True, False]
-
-
-def test_a_candidate_whose_logits_are_not_finite_fails(runner, monkeypatch):
-    """As those of a policy whose weights are broken: its tokens would be chance."""
-    new = (new_request("a", 3), new_request("b", 3))
-    new_logits = runner.new_logits
-
-    def broken() -> Any:
-        logits = new_logits()
-        logits[1, 2] = float("nan")
-        return logits
-
-    assert not step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new).failed
-    monkeypatch.setattr(runner, "new_logits", broken)
-    assert step(runner, [Row("a", 4, 4), Row("b", 4, 4)]).failed == {"b": NOT_FINITE}

@@ -1,134 +1,24 @@
-"""The runner mixins on runners without a model: what they show the tracker, and what rides on the step's output."""
+"""The runner mixins on runners without a model: what parts hear, and what comes with the step's output."""
 
-from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from tests.kernel.worker.runners import KINDS, Row, RunnerV1, RunnerV2, Verifying, step
 from vllm_rollout.adapter.weights import Changes
-from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.terms_port import PartTerms
-from vllm_rollout.kernel.tracker import warm_up as warm_up_module
-from vllm_rollout.kernel.tracker.ops import token_confidence
-from vllm_rollout.kernel.tracker.step_values import StepValues
-from vllm_rollout.kernel.tracker.warm_up import warm_up
-from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
-from vllm_rollout.kernel.worker import runner as runner_module
-from vllm_rollout.kernel.worker.runner import ObservedOutput, observe_runner, observe_sampler
-
-HIDDEN_SIZE = 4
-VOCAB_SIZE = 5
-WEIGHT = torch.ones(HIDDEN_SIZE, VOCAB_SIZE)
-
-
-class Row(NamedTuple):
-    """One request's part of a step."""
-
-    request_id: str
-    num_computed: int
-    """Computed tokens after the step."""
-    num_known: int
-    """Prompt and output before it: a row that does not get there samples nothing."""
-
-
-class InnerOutput(AsyncModelRunnerOutput):
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self.output = output
-
-    def get_output(self) -> ModelRunnerOutput:
-        return self.output
-
-    def get_kv_connector_output(self) -> str:
-        return "connector"
-
-
-class Sampler:
-    def __call__(self, logits: torch.Tensor, input_batch: Any) -> torch.Tensor:
-        return logits.argmax(dim=1)
-
-
-class RunnerV1:
-    """The parts of vLLM's V1 runner that the mixin touches."""
-
-    def __init__(self, asynchronous: bool = False) -> None:
-        self.device = torch.device("cpu")
-        self.asynchronous = asynchronous
-        self.speculative_config = None
-        self.rows: list[Row] = []
-        self.execute_model_state = None
-        self.hidden = torch.empty(0)
-        self.all_logits: list[torch.Tensor] = []
-
-    def execute_model(self, scheduler_output: Any) -> None:
-        rows = self.rows = scheduler_output.rows
-        self.hidden = torch.arange(len(rows) * HIDDEN_SIZE, dtype=torch.float32).reshape(-1, HIDDEN_SIZE)
-        self.execute_model_state = SimpleNamespace(sample_hidden_states=self.hidden)
-        self.input_batch = SimpleNamespace(req_ids=[row.request_id for row in rows], num_reqs=len(rows), generators={})
-        unfinished = np.array([row.num_computed < row.num_known for row in rows] + [True])
-        self.discard_request_mask = SimpleNamespace(np=unfinished)  # longer than the batch, as vLLM's buffers are
-        self.optimistic_seq_lens_cpu = torch.tensor([row.num_computed for row in rows] + [99])
-
-    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> str:
-        return "what vLLM answers"
-
-    def sample_tokens(self, grammar: Any = None) -> Any:
-        self._sample(self.new_logits(), None)
-        return self.answer()
-
-    def new_logits(self) -> torch.Tensor:
-        self.all_logits.append(torch.randn(len(self.rows), VOCAB_SIZE))
-        return self.all_logits[-1]
-
-    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> torch.Tensor:
-        return logits.argmax(dim=1)
-
-    def answer(self) -> Any:
-        ids = [row.request_id for row in self.rows]
-        output = ModelRunnerOutput(req_ids=ids, req_id_to_index={id: row for row, id in enumerate(ids)})
-        return InnerOutput(output) if self.asynchronous else output
-
-
-class RunnerV2(RunnerV1):
-    """The runner V2: `sample` makes logits from the rows that `logits_indices` picks."""
-
-    def load_model(self) -> None:
-        self.sampler = Sampler()
-
-    def sample_tokens(self, grammar: Any = None) -> Any:
-        rows = self.rows
-        padded = torch.full((2 * len(rows), HIDDEN_SIZE), -1.0)
-        indices = torch.arange(len(rows), dtype=torch.int32) * 2
-        padded[indices.long()] = self.hidden
-        batch = SimpleNamespace(
-            req_ids=[row.request_id for row in rows],
-            num_reqs=len(rows),
-            logits_indices=indices,
-            num_computed_tokens_np=np.array([row.num_computed - 1 for row in rows]),
-            num_scheduled_tokens=np.ones(len(rows), dtype=np.int64),
-            prefill_len_np=np.array([row.num_known for row in rows]),
-        )
-        self.sample(padded, batch)
-        return self.answer()
-
-    def sample(self, hidden_states: torch.Tensor, input_batch: Any) -> torch.Tensor:
-        return self.sampler(self.new_logits(), input_batch)
-
-
-KINDS = [(RunnerV1, False, False), (RunnerV1, False, True), (RunnerV2, True, False)]
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE
+from vllm_rollout.kernel.worker.runner import ReportedOutput, extend_runner
 
 
 @pytest.fixture(params=KINDS, ids=["v1", "v1-cpu", "v2"])
 def new_runner(request):
-    """Makes an observed runner of each generation, whose outputs are read unless told otherwise."""
+    """Makes a runner of each generation."""
     base, v2, cpu = request.param
 
-    def make(is_read: bool = True, *, asynchronous: bool = False) -> RunnerV1:
+    def make(*, asynchronous: bool = False) -> RunnerV1:
         runner = base(asynchronous)
-        observe(runner, is_read, v2=v2, cpu=cpu)
+        extend_runner(runner, v2=v2, cpu=cpu)
         if v2:
             runner.load_model()
         return runner
@@ -136,281 +26,44 @@ def new_runner(request):
     return make
 
 
-def observe(runner: Any, is_read: bool = True, *, v2: bool, cpu: bool) -> None:
-    observe_runner(runner, is_read, v2=v2, cpu=cpu)
-
-
-def new_request(
-    request_id: str,
-    num_prompt_tokens: int,
-    *,
-    parts: Mapping[str, PartTerms] | None = None,
-    said: dict[str, Any] | None = None,
-    tagged: bool = True,
-    observed: bool = True,
-    adapter: str | None = None,
-) -> Any:
-    """`parts`, `said`: terms of its group and its own values, by part."""
-    tag = CandidateTag("g", 0, GroupTerms(1, 2, parts=parts or {}), 64, said or {}, observed=observed)
-    extra_args = tag.to_extra_args() if tagged else None
-    return SimpleNamespace(
-        req_id=request_id,
-        prompt_token_ids=[0] * num_prompt_tokens,
-        prompt_embeds=None,
-        lora_request=None if adapter is None else SimpleNamespace(lora_name=adapter),
-        sampling_params=SimpleNamespace(extra_args=extra_args),
-    )
-
-
-def step(runner: Any, rows: list[Row], new: tuple = (), finished: tuple = ()) -> tuple[Any, RunnerReport | None]:
-    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set(finished)))
-    output = runner.sample_tokens()
-    if isinstance(output, AsyncModelRunnerOutput):
-        output = output.get_output()
-    return output, output.__dict__.get(REPORT_ATTRIBUTE)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_each_step_says_which_weights_computed_it(new_runner, monkeypatch, asynchronous):
     monkeypatch.setattr(Changes, "num", 0)
-    runner = new_runner(asynchronous=asynchronous)
-    rows, new = [Row("a", 3, 3), Row("plain", 3, 3)], (new_request("a", 3),)
-    assert step(runner, rows, new)[1].weights == 0
-    assert step(runner, rows[1:])[1] is None, "nobody is observed, and no weights have come"
+    runner, rows = new_runner(asynchronous=asynchronous), [Row("plain", 3, 3)]
+    assert step(runner, rows)[1] is None, "no weights have come"
     monkeypatch.setattr(Changes, "num", 2)
-    runner.execute_model(SimpleNamespace(rows=rows[1:], scheduled_new_reqs=(), finished_req_ids=set()))
+    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=(), finished_req_ids=set()))
     output = runner.sample_tokens()
+    assert isinstance(output, ReportedOutput) == asynchronous
     monkeypatch.setattr(Changes, "num", 3)  # before the output is read
-    output = output.get_output() if asynchronous else output
-    assert output.__dict__[REPORT_ATTRIBUTE].weights == 2
+    if asynchronous:
+        assert output.get_kv_connector_output() == "connector"
+        output = output.get_output()
+    report = output.__dict__[REPORT_ATTRIBUTE]
+    assert (report.weights, report.failed) == (2, {})
+    assert np.isnan(report.confidence).all()
     assert step(runner, rows)[1].weights == 3
 
 
-def test_an_unfinished_prefill_is_left_out(new_runner):
+def test_exceptions_of_ours_are_reported(new_runner):
     runner = new_runner()
-    _, report = step(runner, [Row("a", 2, 3)], (new_request("a", 3),))
-    assert report is None
-    _, report = step(runner, [Row("a", 3, 3)])
-    assert np.isfinite(report.confidence).all()
+    runner.faults.caught("a test", RuntimeError("planted"))
+    assert step(runner, [Row("plain", 3, 3)])[1].num_internal_errors == 1
 
 
-def test_without_a_candidate_nothing_rides_on_the_output(new_runner):
-    runner = new_runner()
-    _, report = step(runner, [Row("plain", 3, 3)], (new_request("plain", 3, tagged=False),))
-    assert report is None
-    _, report = step(runner, [Row("plain", 4, 4), Row("a", 3, 3)], (new_request("a", 3),))
-    assert report is not None
-    assert report.parts == {}
-    _, report = step(runner, [Row("plain", 5, 5)], finished=("a",))
-    assert report is None
-    assert len(runner.candidate_tracker) == 0
-
-
-def test_a_request_id_that_ends_and_begins_in_one_step_begins_anew(new_runner):
-    runner = new_runner()
-    step(runner, [Row("a", 3, 3)], (new_request("a", 3),))
-    _, report = step(runner, [Row("a", 5, 5)], (new_request("a", 5),), finished=("a",))
-    assert report.confidence[1, 0, 0] == 0, "the deviation of one token"
-
-
-def test_a_rank_whose_outputs_nobody_reads_observes_nothing(new_runner):
-    runner = new_runner(is_read=False)
-    _, report = step(runner, [Row("a", 3, 3)], (new_request("a", 3),))
-    assert report is None
-    assert len(runner.candidate_tracker) == 0
-    _, report = step(runner, [Row("b", 3, 3)], (new_request("b", 3),), finished=("a",))
-    assert report is None
-
-
-def test_a_candidate_that_nobody_reads_is_not_observed(new_runner):
-    runner = new_runner()
-    new = (new_request("unread", 3, observed=False), new_request("read", 3))
-    _, report = step(runner, [Row("unread", 3, 3), Row("read", 3, 3)], new)
-    assert np.isnan(report.confidence[0, 0]).tolist() == [True, False]
-    _, report = step(runner, [Row("unread", 4, 4)])
-    assert report is None
-
-
-def test_tokens_computed_again_after_a_reset_of_the_prefix_cache_count_once(new_runner):
-    runner = new_runner()
-    step(runner, [Row("a", 3, 3)], (new_request("a", 3),))
-    step(runner, [Row("a", 4, 4)])
-    step(runner, [Row("a", 5, 5)])  # dropped by the scheduler, which resets in this moment
-    _, report = step(runner, [Row("a", 5, 5)], (new_request("a", 3),))
-    seen = runner.all_logits
-    assert_confidence(report, seen[0], seen[1], seen[3])
-
-
-def assert_confidence(report: RunnerReport, *logits: torch.Tensor) -> None:
-    """The first row has the confidence of these tokens.
-
-    A last bit of one token moves mean and deviation by as much, however small the deviation is.
-    """
-    expected = token_confidence(torch.cat(logits), torch.arange(len(logits)))
-    mean, deviation = report.confidence[:, 0, 0].tolist()
-    error = 1e-5 * expected.mean().item()
-    assert mean == pytest.approx(expected.mean().item(), abs=error)
-    assert deviation == pytest.approx(expected.std(correction=0).item(), abs=error)
-
-
-class OnDevice(NamedTuple):
-    """Step values that are not on the host yet."""
-
-    values: StepValues
-    log: list[str]
-    on_host = False
-
-    def to_host(self) -> StepValues:
-        self.log.append("copy")
-        return self.values
-
-
-class Event:
-    log: list[str]
-
-    def __init__(self, blocking: bool) -> None:
-        assert blocking
-
-    def record(self) -> None:
-        self.log.append("record")
-
-    def synchronize(self) -> None:
-        self.log.append("wait")
-
-
-def test_the_synchronous_loop_waits_for_values_that_are_on_a_device(monkeypatch):
-    log: list[str] = []
-    Event.log = log
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    runner = RunnerV1()
-    observe(runner, v2=False, cpu=False)
-    runner.answer = lambda: set_aside(runner, log)
-    _, report = step(runner, [Row("a", 3, 3)], (new_request("a", 3),))
-    assert log == ["copy", "record", "wait"]
-    assert np.isfinite(report.confidence).all()
-
-
-def set_aside(runner: RunnerV1, log: list[str]) -> ModelRunnerOutput:
-    runner.candidate_tracker.step = OnDevice(runner.candidate_tracker.step, log)
-    return RunnerV1.answer(runner)
-
-
-def test_a_prompt_of_embeddings_has_its_length_too(new_runner):
-    runner = new_runner()
-    request = new_request("a", 0)
-    request.prompt_token_ids, request.prompt_embeds = None, torch.zeros(4, HIDDEN_SIZE)
-    step(runner, [Row("a", 4, 4)], (request,))
-    _, report = step(runner, [Row("a", 5, 5)])
-    assert_confidence(report, *runner.all_logits)
-
-
-def test_operators_are_warmed_with_the_model_s_logits_where_vllm_warms_its_sampler(new_runner, monkeypatch):
-    warmed = []
-    monkeypatch.setattr(runner_module, "warm_up", lambda logits, hidden, parts: warmed.append((logits, hidden)))
-    for is_read, num_warmed in ((True, 1), (False, 0)):
-        runner, made = new_runner(is_read), []
-        runner.model = SimpleNamespace(compute_logits=lambda hidden, made=made: made.append(hidden) or hidden @ WEIGHT)
-        warmed.clear()
-        assert runner._dummy_sampler_run(torch.ones(6, HIDDEN_SIZE)) == "what vLLM answers"
-        assert len(made) == 1  # on every rank of a tensor-parallel group, which gathers
-        assert len(made[0]) == 6  # fewer than vLLM's step had, and LoRA's kernels write beyond the logits
-        assert len(warmed) == num_warmed
-        for logits, hidden in warmed:
-            assert (logits.shape[1], hidden.shape[1]) == (VOCAB_SIZE, HIDDEN_SIZE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_warming_up_calls_the_operators_of_the_tracker_for_whatever_the_model_makes(monkeypatch, dtype):
-    """With tensors of the model's dtype: each compiles its own kernel."""
-    calls = []
-    operators = {"token_confidence", "update_confidence"}
-    for name in operators:
-        monkeypatch.setattr(warm_up_module, name, called(name, getattr(warm_up_module, name), calls))
-    warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype))
-    assert {name for name, _ in calls} == operators
-    assert {tensors[0].dtype for name, tensors in calls if name == "token_confidence"} == {dtype}
-
-
-def called(name: str, operator: Any, calls: list) -> Any:
-    """The operator, which notes that it was called, and with what."""
-    return lambda *tensors: calls.append((name, tensors)) or operator(*tensors)
-
-
-class Verifying(RunnerV1):
-    """V1 in a step with drafts, of which it accepts as many as it is told."""
-
-    num_drafted: tuple[int, ...]
-    num_sampled: tuple[int, ...]
-
-    def execute_model(self, scheduler_output: Any) -> None:
-        super().execute_model(scheduler_output)
-        self.hidden = torch.randn(sum(self.num_drafted) + len(self.num_drafted), HIDDEN_SIZE)
-        self.execute_model_state = SimpleNamespace(sample_hidden_states=self.hidden)
-
-    def sample_tokens(self, grammar: Any = None) -> Any:
-        logits = torch.randn(len(self.hidden), VOCAB_SIZE)
-        self._sample(logits, SimpleNamespace(num_draft_tokens=list(self.num_drafted)))
-        return self.answer()
-
-    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        self.is_verifying = spec_decode_metadata is not None
-        sampled = torch.full((len(self.num_drafted), max(self.num_drafted) + 1), -1)
-        for row, num in enumerate(self.num_sampled):
-            sampled[row, :num] = 5
-        return SimpleNamespace(sampled_token_ids=sampled)
-
-
-@pytest.mark.parametrize("cpu", [False, True])
-def test_of_a_step_s_drafts_those_are_observed_that_are_accepted(cpu):
+def test_a_step_of_no_drafts_is_sampled_as_one_without_them():
     runner = Verifying()
-    observe(runner, v2=False, cpu=cpu)
-    new = (new_request("a", 3), new_request("b", 3), new_request("c", 3))
-    runner.num_drafted, runner.num_sampled = (2, 1, 0), (3, 1, 1)
-    _, report = step(runner, [Row("a", 5, 5), Row("b", 4, 4), Row("c", 3, 3)], new)
-    assert report.first_positions.tolist() == [0, 0, 0]
-    seen = ~np.isnan(report.confidence)
-    assert seen[0].tolist() == seen[1].tolist() == [[True, True, True], [True, False, False], [True, False, False]]
-    runner.num_drafted, runner.num_sampled = (0, 3, 0), (1, 2, 1)
-    _, report = step(runner, [Row("a", 6, 6), Row("b", 7, 7), Row("c", 4, 4)])
-    assert report.first_positions.tolist() == [3, 1, 1]
-
-
-@pytest.mark.parametrize("tagged", [True, False])
-def test_a_step_of_no_drafts_is_sampled_as_one_without_them(tagged):
-    runner = Verifying()
-    observe(runner, v2=False, cpu=True)
+    extend_runner(runner, v2=False, cpu=True)
     runner.num_drafted, runner.num_sampled = (0,), (1,)
-    step(runner, [Row("a", 3, 3)], (new_request("a", 3, tagged=tagged),))
+    step(runner, [Row("a", 3, 3)])
     assert not runner.is_verifying
     runner.num_drafted = (1,)
     step(runner, [Row("a", 4, 4)])
     assert runner.is_verifying
 
 
-def test_v2_does_not_observe_drafts():
-    rows, new = [Row("a", 3, 3)], (new_request("a", 3),)
+def test_the_class_of_a_runner_changes_but_not_what_it_is():
     runner = RunnerV2()
-    observe(runner, v2=True, cpu=False)
-    runner.load_model()
-    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
-    runner.sampler(torch.randn(3, VOCAB_SIZE), SimpleNamespace(num_reqs=1))
-    assert runner.candidate_tracker.step is None
-
-
-def test_observing_changes_the_class_of_runner_and_sampler_but_not_what_they_are():
-    runner, sampler = RunnerV2(), Sampler()
-    observe_runner(runner, False, v2=True, cpu=False)
-    observe_sampler(sampler, runner.candidate_tracker, runner.observing)
+    extend_runner(runner, v2=True, cpu=False)
     assert isinstance(runner, RunnerV2)
-    assert isinstance(sampler, Sampler)
     assert type(runner).__name__ == "RolloutRunnerV2"
-
-
-def test_a_report_comes_with_the_output(new_runner):
-    runner = new_runner(asynchronous=True)
-    rows, new = [Row("a", 3, 3)], (new_request("a", 3),)
-    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
-    output = runner.sample_tokens()
-    assert isinstance(output, ObservedOutput)
-    assert output.get_kv_connector_output() == "connector"
-    assert np.isfinite(output.get_output().__dict__[REPORT_ATTRIBUTE].confidence).all()

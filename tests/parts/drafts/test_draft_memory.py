@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from vllm_rollout.kernel.tracker import dispatch
-from vllm_rollout.kernel.tracker.build_command import build_command
+from vllm_rollout.build_command import build_command
 from vllm_rollout.parts.drafts.worker.memory import DraftMemory, draft_memory_implementation
 from vllm_rollout.parts.drafts.worker.memory_reference import VOTE_KEPT
+from vllm_rollout.parts.observing.tracker import dispatch
 
 
 @pytest.fixture(params=["c++", "python"], autouse=True)

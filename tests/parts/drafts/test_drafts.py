@@ -266,7 +266,7 @@ class ModelRunner:
 
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
-        self.observing = SimpleNamespace(faults=Faults())
+        self.faults = Faults()
         self.input_batch = SimpleNamespace(sampling_metadata=SimpleNamespace(logprob_token_ids=None))
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.kernel.worker.test_ports import Listener
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.kernel.worker import runner as runner_module
 from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
@@ -15,11 +16,11 @@ from vllm_rollout.parts.moving.worker.candidates import attach, detach
 
 
 class Bare(runner_module.RunnerV1Mixin):
-    """Runner V1 that observes nothing."""
+    """Runner V1 without a model."""
 
     def __init__(self, uses_mrope: bool = False) -> None:
         self.requests, self.device = {}, torch.device("cpu")
-        self.start_tracking(False)
+        self.faults = Faults()
         self.uses_mrope = uses_mrope
 
     def _init_mrope_positions(self, state: Any) -> None:

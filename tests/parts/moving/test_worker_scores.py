@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine import EngineCoreRequest
 
-from tests.kernel.worker.test_runner import Row, RunnerV1
+from tests.kernel.worker.runners import Row, RunnerV1
 from tests.parts.pruning.test_runner import new_request, new_ring, observe
 from vllm_rollout.parts.moving.wire import MovedCandidate
 from vllm_rollout.parts.moving.worker.candidates import attach, detach
@@ -28,7 +28,7 @@ def test_a_scored_candidate_that_moves_is_scored_where_it_arrives(num_tokens):
         here.execute_model(scheduled)
         here.sample_tokens()
     state = detach(here, ["a"])["a"]
-    assert (state.of_parts.keys() == {"pruning"}) == (num_tokens >= 2)
+    assert ("pruning" in state.of_parts) == (num_tokens >= 2)
     moved = EngineCoreRequest("a", [0] * 3, None, request.sampling_params, None, 0.0, None, None, None)
     attach(there, [MovedCandidate(0, moved, [5] * num_tokens, 1, True, None, [], state)])
     assert there.candidate_tracker.copy(["a"]) == here.candidate_tracker.copy(["a"])

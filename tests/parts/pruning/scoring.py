@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_rollout.kernel.rules.types import BASE_MODEL
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker
+from vllm_rollout.parts.observing.tracker.tracker import CandidateTracker
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 from vllm_rollout.parts.pruning.worker.scored_rows import ScoredRows
 from vllm_rollout.parts.pruning.worker.scorer import Scorer

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.triton_runs import interpreted_runs
 from tests.parts.pruning.quality_head_cases import DTYPES, Case, assert_agrees, random_case, special_cases
-from vllm_rollout.kernel.tracker.dispatch import active_implementation
+from vllm_rollout.parts.observing.tracker.dispatch import active_implementation
 from vllm_rollout.parts.pruning.worker.operators import quality_head
 
 pytest.importorskip("triton")

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from tests.kernel.core.test_internal_errors import fail
-from tests.kernel.worker import test_runner as runners
-from tests.kernel.worker.test_runner import HIDDEN_SIZE, KINDS, VOCAB_SIZE, Row, RunnerV1, Verifying, called, step
+from tests.kernel.worker import runners
+from tests.kernel.worker.runners import HIDDEN_SIZE, KINDS, VOCAB_SIZE, Row, RunnerV1, Verifying, step
+from tests.parts.observing import observed
+from tests.parts.observing.observed import called
 from tests.parts.pruning.scoring import ScoringTracker
 from tests.parts.pruning.steps import pruned_by, said, scores_in
-from vllm_rollout.kernel.tracker import warm_up as warm_up_module
-from vllm_rollout.kernel.tracker.warm_up import warm_up
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE
 from vllm_rollout.kernel.worker.ports import WorkerParts
-from vllm_rollout.kernel.worker.runner import ObservedOutput
+from vllm_rollout.kernel.worker.runner import ReportedOutput
+from vllm_rollout.parts.observing.tracker import warm_up as warm_up_module
+from vllm_rollout.parts.observing.tracker.warm_up import warm_up
+from vllm_rollout.parts.observing.worker.part import ObservingWorker
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, PruningPlan
 from vllm_rollout.parts.pruning.worker import scorer as scorer_module
@@ -46,9 +49,9 @@ def new_runner(request):
 
 def observe(runner: Any, ring: FeatureRing, *, v2: bool, cpu: bool) -> None:
     """Observe a runner for scores."""
-    runners.observe(runner, v2=v2, cpu=cpu)
+    observed.observe(runner, v2=v2, cpu=cpu)
     part = PruningWorker(runner.candidate_tracker, ring)
-    runner.join(WorkerParts([("pruning", part)], runner.observing.faults))
+    runner.join(WorkerParts([("observing", ObservingWorker(runner)), ("pruning", part)], runner.faults))
 
 
 def new_request(request_id: str, num_prompt_tokens: int, detection_length: int | None, **fields: Any) -> Any:
@@ -165,7 +168,7 @@ def test_a_report_comes_with_the_output_and_not_before(new_runner):
     rows, new = [Row("a", 3, 3)], (new_request("a", 3, 1),)
     runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
     output = runner.sample_tokens()
-    assert isinstance(output, ObservedOutput)
+    assert isinstance(output, ReportedOutput)
     assert output.get_kv_connector_output() == "connector"
     assert len(ring) == 0
     assert list(scores_in(output.get_output().__dict__[REPORT_ATTRIBUTE]).request_ids) == ["a"]

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernel.tracker.test_tracker import CPU, HIDDEN_SIZE, VOCAB_SIZE, Steps, decode, play_batches, play_dropped
+from tests.parts.observing.tracker.test_tracker import (
+    CPU,
+    HIDDEN_SIZE,
+    VOCAB_SIZE,
+    Steps,
+    decode,
+    play_batches,
+    play_dropped,
+)
 from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey

@@ -1,7 +1,7 @@
 """Log messages of the worker about the operators of pruning."""
 
-from tests.kernel.worker.test_worker_log import said  # noqa: F401
-from vllm_rollout.kernel.worker.worker import say_what_serves
+from tests.parts.observing.test_worker_log import said  # noqa: F401
+from vllm_rollout.parts.observing.worker.part import say_what_serves
 
 
 def test_the_operator_of_the_head_is_named_beside_those_of_the_kernel(said):  # noqa: F811

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from tests.support.waiting import WAIT_S
 from vllm_rollout import models, on_cpu, wheels
+from vllm_rollout.build_command import build_command
 from vllm_rollout.cli import app
 from vllm_rollout.doctor import machine, start
 from vllm_rollout.doctor.finding import Finding
@@ -42,7 +43,6 @@ from vllm_rollout.doctor.packages import (
 )
 from vllm_rollout.doctor.start import address_of, embedded_model_of, refuse_installation, refuse_start
 from vllm_rollout.drawing import figure_at
-from vllm_rollout.kernel.tracker.build_command import build_command
 from vllm_rollout.on_cpu import GIB
 from vllm_rollout.parts.rewards import doctor as rewards_doctor
 from vllm_rollout.parts.rewards.grading.sandbox import SandboxError

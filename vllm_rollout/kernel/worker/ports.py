@@ -15,7 +15,6 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.hooks import HookPart, Hooks
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.tracker.rows import RowsPart
 
 
 class WorkerPart(HookPart):
@@ -25,20 +24,17 @@ class WorkerPart(HookPart):
     has nothing to do there.
     """
 
-    rows: RowsPart | None = None
-    """Sees the logits and hidden states of candidates, if the worker observes any."""
-
     def see_step(self, step: SchedulerOutput) -> None:
         """Prepare for a step: its new and finished requests, and the tokens that it computes."""
 
     def arrived(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         """Register a candidate that has run elsewhere."""
 
-    def take(self, request_id: str) -> bytes:
-        """Data about a candidate that leaves. Empty if there are none."""
-        return b""
+    def take(self, request_ids: Sequence[str]) -> Mapping[str, bytes]:
+        """Data about candidates that leave, by request id. One without data is left out."""
+        return {}
 
-    def put(self, request_id: str, data: bytes) -> None:
+    def put(self, request: EngineCoreRequest, data: bytes) -> None:
         """Add data of a candidate that has run elsewhere."""
 
     def new_weights(self) -> None:
@@ -58,14 +54,13 @@ class WorkerParts(Hooks[WorkerPart]):
     def __init__(self, parts: Sequence[tuple[str, WorkerPart]] = (), faults: Faults | None = None) -> None:
         """`parts`: with their names. `faults`: the model runner's, which its reports count."""
         super().__init__(WorkerPart, (*HOOKS, *TRAVEL_HOOKS), parts, faults or Faults())
-        self.rows: Sequence[RowsPart] = [part.rows for _, part in parts if part.rows is not None]
-        """Parts that see rows."""
+        self.parts = [part for _, part in parts]
 
     @classmethod
     def of(cls, worker: Any) -> WorkerParts:
         """The parts that have something to do in this worker."""
         made = [(name, part) for name, make in faces("worker") if (part := make(worker)) is not None]
-        return cls(made, worker.model_runner.observing.faults)
+        return cls(made, worker.model_runner.faults)
 
     def see_step(self, step: SchedulerOutput) -> None:
         self._call("see_step", step)
@@ -73,15 +68,19 @@ class WorkerParts(Hooks[WorkerPart]):
     def arrived(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         self._call("arrived", request, output_token_ids)
 
-    def take(self, request_id: str) -> dict[str, bytes]:
-        """Data about a candidate that leaves, by part. A part without data is left out."""
-        return {name: data for name, part in self._with["take"] if (data := part.take(request_id))}
+    def take(self, request_ids: Sequence[str]) -> dict[str, dict[str, bytes]]:
+        """Data about candidates that leave, by request id and part. A part without data is left out."""
+        taken: dict[str, dict[str, bytes]] = {request_id: {} for request_id in request_ids}
+        for name, part in self._with["take"]:
+            for request_id, data in part.take(request_ids).items():
+                taken[request_id][name] = data
+        return taken
 
-    def put(self, request_id: str, data: Mapping[str, bytes]) -> None:
+    def put(self, request: EngineCoreRequest, data: Mapping[str, bytes]) -> None:
         """Pass each part its data of a candidate."""
         for name, part in self._with["put"]:
             if name in data:
-                part.put(request_id, data[name])
+                part.put(request, data[name])
 
     def new_weights(self) -> None:
         self._call("new_weights")

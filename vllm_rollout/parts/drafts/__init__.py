@@ -5,6 +5,7 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "drafts",
     "Uses tokens of siblings and of earlier answers as drafts, which vLLM verifies.",
+    needs=("observing",),
     faces={
         "device_settings": "vllm_rollout.parts.drafts.acceptance:DraftSettings",
         "flags": "vllm_rollout.parts.drafts.api:FLAGS",

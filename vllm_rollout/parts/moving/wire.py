@@ -27,8 +27,6 @@ class WorkerState:
 
     generator: bytes | None = None
     """State of the request's random generator (model runner V1, seeded requests)."""
-    statistics: bytes | None = None
-    """As of `CandidateTracker.copy`. None if the candidate is not observed."""
     of_parts: dict[str, bytes] = field(default_factory=dict)
     """Data of the worker's parts, by part."""
 

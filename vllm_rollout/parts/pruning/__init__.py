@@ -5,7 +5,7 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "pruning",
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
-    needs=("memories",),
+    needs=("memories", "observing"),
     faces={
         "api": "vllm_rollout.parts.pruning.api.part:PruningApi",
         "client": "vllm_rollout.parts.pruning.client:CLIENT",

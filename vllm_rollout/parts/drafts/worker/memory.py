@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_rollout.kernel.tracker.build_command import build_command
-from vllm_rollout.kernel.tracker.dispatch import extension_fault, reference_is_forced
+from vllm_rollout.build_command import build_command
 from vllm_rollout.parts.drafts.worker.memory_file import dump_prompts, load_prompts
 from vllm_rollout.parts.drafts.worker.memory_reference import DraftMemoryReference
+from vllm_rollout.parts.observing.tracker.dispatch import extension_fault, reference_is_forced
 
 MAX_TOKEN = 2**31 - 1
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from vllm_rollout.kernel.worker.runner import add_mixin
 from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
@@ -28,14 +29,13 @@ def drafts_of(worker: Any) -> Drafts | None:
 
 
 def draft_in(runner: Any) -> None:
-    """Let an observed model runner draft with its drafter. Its class changes, as it did when it became observed."""
-    cls = type(runner)
-    runner.__class__ = type(cls.__name__, (DraftingRunnerMixin, cls), {})
-    runner.drafter.attend(lambda: runner.input_batch, runner.observing.faults)
+    """Let an observed model runner draft with its drafter."""
+    add_mixin(runner, DraftingRunnerMixin)
+    runner.drafter.attend(lambda: runner.input_batch, runner.faults)
 
 
 class DraftingRunnerMixin:
-    """V1 with our drafts. Overrides: _input_fits_in_drafter, and _cannot_verify of our `RunnerV1Mixin`."""
+    """V1 with our drafts. Overrides: _input_fits_in_drafter, and _cannot_verify of our `ObservingV1Mixin`."""
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> bool:
         # vLLM's answer is for a draft model: False while any request is near the end of the context. Then token 0 is

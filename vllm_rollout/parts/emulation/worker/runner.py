@@ -18,8 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from vllm_rollout.adapter.weights import Changes
-from vllm_rollout.kernel.tracker.verified import NO_POSITION
-from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport, nothing_seen
+from vllm_rollout.kernel.wire import NO_POSITION, REPORT_ATTRIBUTE, CandidateTag, RunnerReport, nothing_seen
 from vllm_rollout.parts.emulation.device import StepWork
 from vllm_rollout.parts.emulation.fate import Fate, Fates
 from vllm_rollout.parts.emulation.tokens import Vocabulary

@@ -17,26 +17,19 @@ from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 
 @torch.inference_mode()
 def detach(runner: Any, request_ids: Sequence[str]) -> dict[str, WorkerState]:
-    """Data of candidates that leave an observed runner, by request id. Waits for the device."""
-    statistics = runner.candidate_tracker.copy(request_ids)
+    """Data of candidates that leave a runner, by request id. Waits for the device."""
     return {
-        request_id: WorkerState(
-            _generator_state(runner, request_id), statistics.get(request_id), runner.parts.take(request_id)
-        )
-        for request_id in request_ids
+        request_id: WorkerState(_generator_state(runner, request_id), of_parts)
+        for request_id, of_parts in runner.parts.take(request_ids).items()
     }
 
 
 @torch.inference_mode()
 def attach(runner: Any, candidates: Sequence[MovedCandidate]) -> None:
-    """Add candidates that have run elsewhere to an observed runner."""
+    """Add candidates that have run elsewhere to a runner."""
     for candidate in candidates:
         request, state = candidate.request, candidate.state
-        if runner.observes and state.statistics is not None:
-            runner.candidate_tracker.discard(request.request_id)
-            runner.observing.begin(request.request_id, request)
-            runner.candidate_tracker.restore(request.request_id, state.statistics)
-        runner.parts.put(request.request_id, state.of_parts)
+        runner.parts.put(request, state.of_parts)
         if isinstance(runner, RunnerV1Mixin):  # V2 gets a preempted request as a new one
             _know(runner, candidate)
         runner.parts.arrived(request, candidate.output_token_ids)

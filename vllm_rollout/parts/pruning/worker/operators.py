@@ -1,4 +1,4 @@
-"""Operators of scoring: what each takes, gives and refuses. Each is defined as in `kernel/tracker/ops.py`."""
+"""Operators of scoring: what each takes, gives and refuses. Each is defined as in `parts/observing/tracker/ops.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_rollout.kernel.tracker import arguments, dispatch
-from vllm_rollout.kernel.tracker.dispatch import Operator
+from vllm_rollout.parts.observing.tracker import arguments, dispatch
+from vllm_rollout.parts.observing.tracker.dispatch import Operator
 
 
 def quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreRequest
 
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker
-from vllm_rollout.kernel.worker.ports import WorkerPart
+from vllm_rollout.parts.observing.tracker.tracker import CandidateTracker
+from vllm_rollout.parts.observing.worker.runner import RowsWorkerPart
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 from vllm_rollout.parts.pruning.worker.features import attach, detach
 from vllm_rollout.parts.pruning.worker.quality_head import warm_up_training
@@ -17,7 +19,7 @@ from vllm_rollout.parts.pruning.worker.scorer import Scorer
 logger = init_logger("vllm.vllm_rollout")
 
 
-class PruningWorker(WorkerPart):
+class PruningWorker(RowsWorkerPart):
     """Sees rows by its scorer. Features travel with their candidate."""
 
     def __init__(self, tracker: CandidateTracker, ring: FeatureRing, num_in_flight: int = 1) -> None:
@@ -25,11 +27,14 @@ class PruningWorker(WorkerPart):
         self.ring = ring
         self.rows: Scorer = Scorer(tracker, ring, num_in_flight)
 
-    def take(self, request_id: str) -> bytes:
-        return detach(self.ring, request_id, self.rows.scored_at(request_id))
+    def take(self, request_ids: Sequence[str]) -> Mapping[str, bytes]:
+        taken = {
+            request_id: detach(self.ring, request_id, self.rows.scored_at(request_id)) for request_id in request_ids
+        }
+        return {request_id: data for request_id, data in taken.items() if data}
 
-    def put(self, request_id: str, data: bytes) -> None:
-        attach(self.ring, request_id, data)
+    def put(self, request: EngineCoreRequest, data: bytes) -> None:
+        attach(self.ring, request.request_id, data)
 
 
 def pruning_of(worker: Any) -> PruningWorker | None:

@@ -14,9 +14,9 @@ import torch
 
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS, MAX_TRIAL_LENGTHS
 from vllm_rollout.kernel.rules.types import BASE_MODEL
-from vllm_rollout.kernel.tracker.rows import RowsPart, SeenRows
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.observing.tracker.rows import RowsPart, SeenRows
+from vllm_rollout.parts.observing.tracker.tracker import CandidateTracker
 from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.rules.step import TERMS
 from vllm_rollout.parts.pruning.wire import LastLogits

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_rollout.kernel.tracker.ops import token_confidence
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker
+from vllm_rollout.parts.observing.tracker.ops import token_confidence
+from vllm_rollout.parts.observing.tracker.tracker import CandidateTracker
 
 VOCAB_SIZE = 11
 HIDDEN_SIZE = 6

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_rollout.kernel.tracker import arguments, dispatch
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker
+from vllm_rollout.parts.observing.tracker import arguments, dispatch
+from vllm_rollout.parts.observing.tracker.tracker import CandidateTracker
 
 HIDDEN_SIZE, VOCAB_SIZE, PROMPT = 8, 32, 5
 META, CPU = torch.device("meta"), torch.device("cpu")

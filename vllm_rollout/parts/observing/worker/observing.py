@@ -15,8 +15,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.kernel.rules.types import NOT_FINITE
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.observing.tracker.tracker import CandidateTracker
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -1,6 +1,6 @@
 """The specification of the tracker's operators, in torch and on any device. Invariant: obvious before fast.
 
-What an operator takes, gives and refuses is said in `vllm_rollout.kernel.tracker.ops`, where it is called.
+What an operator takes, gives and refuses is said in `vllm_rollout.parts.observing.tracker.ops`, where it is called.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_rollout.kernel.tracker.arguments import (
+from vllm_rollout.parts.observing.tracker.arguments import (
     check_token_confidence,
     check_update_confidence,
 )

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker
-from vllm_rollout.kernel.tracker.verified import VerifiedDrafts
+from vllm_rollout.parts.observing.tracker.tracker import CandidateTracker
+from vllm_rollout.parts.observing.tracker.verified import VerifiedDrafts
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS, NUM_PROMPT = 7, 5, 12, 3
 IDS = "abcd"

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_rollout.kernel.tracker.ops import token_confidence, update_confidence
-from vllm_rollout.kernel.tracker.rows import RowsPart
-from vllm_rollout.kernel.tracker.tracker import NUM_KEPT
+from vllm_rollout.parts.observing.tracker.ops import token_confidence, update_confidence
+from vllm_rollout.parts.observing.tracker.rows import RowsPart
+from vllm_rollout.parts.observing.tracker.tracker import NUM_KEPT
 
 
 def warm_up(logits: torch.Tensor, hidden: torch.Tensor, parts: Sequence[RowsPart] = ()) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_rollout.kernel.tracker.verified import SeenTokens
+from vllm_rollout.parts.observing.tracker.verified import SeenTokens
 
 if TYPE_CHECKING:
     from vllm_rollout.kernel.wire import CandidateTag, RunnerReport

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, library
 
+from vllm_rollout.build_command import MIN_TORCH, build_command
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.tracker import arguments, reference
-from vllm_rollout.kernel.tracker.build_command import MIN_TORCH, build_command
+from vllm_rollout.parts.observing.tracker import arguments, reference
 
 OPS_VARIABLE = "VLLM_ROLLOUT_OPS"
 OPS_CHOICES = ("auto", "torch")

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from vllm_rollout.kernel.tracker import dispatch
-from vllm_rollout.kernel.tracker.build_command import build_command
-from vllm_rollout.kernel.tracker.dispatch import active_implementation
-from vllm_rollout.kernel.worker.worker import logger, say_what_serves
+from vllm_rollout.build_command import build_command
+from vllm_rollout.parts.observing.tracker import dispatch
+from vllm_rollout.parts.observing.tracker.dispatch import active_implementation
+from vllm_rollout.parts.observing.worker.part import logger, say_what_serves
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import vllm_rollout
-from vllm_rollout.kernel.tracker.build_command import build_command
+from vllm_rollout.build_command import build_command
 
 PIP = f"{sys.executable} -m pip install --no-build-isolation --no-deps"
 

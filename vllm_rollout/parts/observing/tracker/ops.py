@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_rollout.kernel.tracker import dispatch
+from vllm_rollout.parts.observing.tracker import dispatch
 
 
 def token_confidence(logits: Tensor, rows: Tensor) -> Tensor:

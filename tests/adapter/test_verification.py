@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vllm_rollout.kernel.worker import verification
-from vllm_rollout.kernel.worker.verification import expand, mend_expansion
+from vllm_rollout.adapter import verification
+from vllm_rollout.adapter.verification import expand, mend_expansion
 
 
 def test_a_value_is_that_of_each_of_its_requests_tokens():

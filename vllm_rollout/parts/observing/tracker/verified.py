@@ -10,9 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-NO_POSITION = -1
-"""The position of a row that samples nothing."""
-
 
 class SeenTokens(NamedTuple):
     """The tokens that a step's candidates have sampled, all first tokens before all second ones."""

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_rollout.kernel.tracker.ops import token_confidence, update_confidence
-from vllm_rollout.kernel.tracker.rows import RowsPart, RowValues, SeenRows
-from vllm_rollout.kernel.tracker.step_values import StepValues
-from vllm_rollout.kernel.tracker.verified import NO_POSITION, SeenTokens, VerifiedDrafts
+from vllm_rollout.kernel.wire import NO_POSITION
+from vllm_rollout.parts.observing.tracker.ops import token_confidence, update_confidence
+from vllm_rollout.parts.observing.tracker.rows import RowsPart, RowValues, SeenRows
+from vllm_rollout.parts.observing.tracker.step_values import StepValues
+from vllm_rollout.parts.observing.tracker.verified import SeenTokens, VerifiedDrafts
 
 NO_SLOT = -1
 """The slot of a row that is no candidate's."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_rollout.kernel.tracker.rows import RowValues
+from vllm_rollout.parts.observing.tracker.rows import RowValues
 
 
 @dataclass(frozen=True, slots=True)
