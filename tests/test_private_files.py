@@ -29,7 +29,7 @@ CLIENTS = {"client", "demo", "simulated", "watching"}
 """Folders of code of parts that runs outside of a server."""
 IN_A_PRIVATE_FOLDER = {
     "parts/moving/api/deaths.py",
-    "kernel/api/first.py",
+    "parts/front_ends/api/listener.py",
     "parts/rewards/grading/pool.py",
     "parts/rewards/grading/probe.py",
     "parts/rewards/grading/process.py",

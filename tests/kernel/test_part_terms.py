@@ -124,7 +124,7 @@ def test_tables_are_known_also_of_a_part_that_is_left_out(monkeypatch):
 def test_a_field_whose_part_is_left_out_is_refused_with_a_remedy(monkeypatch):
     monkeypatch.setenv(WITHOUT, "fruit")
     parts.parts.cache_clear()
-    remedy = r"Leave the field out, or start the server with the part\."
+    remedy = r"Leave it out, or start the server with the part\."
     for asked in (lambda: fruit(), lambda: check_given(FruitFields, ["ripe"], NAMES)):
         with pytest.raises(PlanError, match=rf"fruit\.ripe: this server runs without the part 'fruit'\. {remedy}"):
             asked()

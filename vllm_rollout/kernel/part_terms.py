@@ -45,7 +45,7 @@ def _reader(table: type, fields: Collection[str], names: Mapping[str, str]) -> t
 
 
 def why_unread(face: str, reads: Callable[[Any], bool]) -> str:
-    """The reason why nobody reads a field, and the remedy. `reads`: true of the face that would read it."""
+    """The reason why nobody reads a field or a flag, and the remedy. `reads`: true of the face that would read it."""
     gone = next((name for name, part in faces_left_out(face) if reads(part)), None)
     lacks = "no part of this server reads it" if gone is None else f"this server runs without the part {gone!r}"
-    return f"{lacks}. Leave the field out, or start the server with the part."
+    return f"{lacks}. Leave it out, or start the server with the part."

@@ -13,7 +13,7 @@ from tests.support.left_out import parts_left_out
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.xargs import plan_from_xargs
 
-REFUSAL = "this server runs without the part 'pruning'. Leave the field out, or start the server with the part."
+REFUSAL = "this server runs without the part 'pruning'. Leave it out, or start the server with the part."
 BODY: dict[str, Any] = {"prompts": [{"prompt": "a"}], "group_size": 2, "redundancy": 2}
 
 

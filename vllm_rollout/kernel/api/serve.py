@@ -35,6 +35,8 @@ from vllm_rollout.kernel.api.state_folder import FolderLock, FolderTaken
 from vllm_rollout.kernel.api.versions import configure_logging, refuse_missing_flags, set_up_environment
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.clients import ADMIN_HEADER
+from vllm_rollout.kernel.part_terms import why_unread
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.private_file import private_folder
 
@@ -200,8 +202,15 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
                 f"{flag} {value} would replace the {flag[2:-4]} that stops candidates ({ours}). Leave it out; "
                 "a trainer's worker methods belong in --worker-extension-cls, which stays free."
             )
+    if (args.api_server_count or 1) > 1 and not several_processes():
+        parser.error(f"--api-server-count {args.api_server_count}: {why_unread('processes', lambda _: True)}")
     if args.runner not in ("auto", "generate"):
         parser.error(f"--runner {args.runner} does not generate; groups need --runner generate.")
+
+
+def several_processes() -> bool:
+    """True if a part lets several API processes answer as one server."""
+    return any(faces("processes"))
 
 
 def refuse_ray(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -240,6 +249,8 @@ def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argpar
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS
     args.separate_processes = False
+    if not (args.headless or several_processes()):
+        args.api_server_count = 1
     for flags in flags_of_parts():
         flags.switch_on(args)
     has_model = ServeOptions.of(args).has_model

@@ -40,6 +40,13 @@ def of_a_server() -> Iterator[None]:
                     os.environ[name] = value
 
 
+def sessions_mark() -> Path:
+    """A file in the server's folder that is there once a session exists, for all processes of the server."""
+    folder = of_this_server()
+    assert folder is not None  # `vllm-rollout serve` has made it
+    return folder / "sessions"
+
+
 def of_this_server() -> Path | None:
     """Path of the server's folder. None in a trainer's own process."""
     path = os.environ.get(VARIABLE)

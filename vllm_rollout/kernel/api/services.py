@@ -15,13 +15,9 @@ from vllm.logger import init_logger
 
 from vllm_rollout import background
 from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.kernel.api.abort_broadcast import AbortBroadcast
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
-from vllm_rollout.kernel.api.first import Listener
-from vllm_rollout.kernel.api.open_paths import lacks_key
 from vllm_rollout.kernel.api.state_folder import FolderLock
-from vllm_rollout.kernel.http.first import HandOn
 from vllm_rollout.kernel.http.service import RolloutService
 
 logger = init_logger("vllm.vllm_rollout")
@@ -59,17 +55,6 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     client.when_aborted = state.rollout_service.aborts.named
     for part in engine.parts:
         part.serve(app)
-    if client.num_api_processes > 1:
-        listener = Listener()
-        aborts = AbortBroadcast(listener.folder, client.client_index, client.when_aborted)
-        await aborts.listen()
-        client.when_aborted = aborts.send
-        if is_first:
-            listener.serve(app)
-        else:
-            # Around all middleware: a request for another process passes that process's middleware.
-            own = app.middleware_stack or app.build_middleware_stack()
-            app.middleware_stack = HandOn(own, listener.from_another(), partial(lacks_key, app))
     return engine
 
 

@@ -7,9 +7,9 @@ from functools import partial
 from fastapi import FastAPI
 
 from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.kernel.api import server_folder
 from vllm_rollout.kernel.api.continued import whole_text
 from vllm_rollout.kernel.api.engine import VLLMEngine
-from vllm_rollout.kernel.api.first import Listener
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.rewards.http.plan import RewardsPlan
@@ -38,6 +38,6 @@ class SessionsApi(ApiPart):
             pruning_refusal=lambda: next(filter(None, (refusal() for refusal in refusals)), None),
             observers=[each for make in made for each in make(rollouts)],
             audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
-            begin=None if client.num_api_processes == 1 else Listener().has_sessions,
+            begin=None if client.num_api_processes == 1 else server_folder.sessions_mark().touch,
         )
         client.claims = (Turns(service, client).claim, *client.claims)

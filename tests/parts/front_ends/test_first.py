@@ -18,9 +18,9 @@ from starlette.types import Message, Receive, Scope, Send
 from tests.support.waiting import eventually
 from vllm_rollout.kernel import parts
 from vllm_rollout.kernel.http import boundary
-from vllm_rollout.kernel.http import first as module
-from vllm_rollout.kernel.http.first import FirstProcess, HandOn
 from vllm_rollout.kernel.xargs import NAMES
+from vllm_rollout.parts.front_ends.http import first as module
+from vllm_rollout.parts.front_ends.http.first import FirstProcess, HandOn
 
 JOINING = "/v1/completions"
 

@@ -9,7 +9,7 @@ from vllm.entrypoints.cli import serve as vllm_serve
 
 from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
 from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.parts.front_ends import api as front_ends
+from vllm_rollout.parts.front_ends.api import rust as front_ends
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """The first of several API processes, which the other processes reach over a socket in the server's own folder
-(`kernel/http/first.py`).
+(`parts/front_ends/http/first.py`).
 
 Invariant: vLLM's own server, which listens to clients, does not know of this socket.
 """
@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api import server_folder
-from vllm_rollout.kernel.http.first import IDLE_S, FirstProcess
+from vllm_rollout.parts.front_ends.http.first import IDLE_S, FirstProcess
 
 AGAIN_S = 1.0
 
@@ -26,12 +26,8 @@ class Listener:
     def __init__(self) -> None:
         folder = server_folder.of_this_server()
         assert folder is not None  # `vllm-rollout serve` has made it
-        self.folder, self.socket, self._in_use = folder, folder / "first.sock", folder / "sessions"
+        self.folder, self.socket = folder, folder / "first.sock"
         self._serving: asyncio.Task[None] | None = None
-
-    def has_sessions(self) -> None:
-        """Mark for all processes that sessions exist: from now on a session header makes a request a turn."""
-        self._in_use.touch()
 
     def serve(self, app: FastAPI) -> None:
         """Serve the app on the socket, in the first process, as long as its event loop runs."""
@@ -53,7 +49,7 @@ class Listener:
 
     def from_another(self) -> FirstProcess:
         """Client of the socket, for another process."""
-        return FirstProcess(self.socket, self._in_use)
+        return FirstProcess(self.socket, server_folder.sessions_mark())
 
 
 class _Beside(uvicorn.Server):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import eventually
-from vllm_rollout.kernel.api.abort_broadcast import AbortBroadcast
+from vllm_rollout.parts.front_ends.api.abort_broadcast import AbortBroadcast
 
 MANY = {f"rollout-{number:060}" for number in range(4096)}
 """More than a socket takes at once."""

@@ -1,0 +1,1 @@
+"""Several front ends of one engine."""

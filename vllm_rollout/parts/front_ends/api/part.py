@@ -1,0 +1,41 @@
+"""The part in each of several API processes, which answer as one server."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+
+from fastapi import FastAPI
+
+from vllm_rollout.kernel.api.engine import VLLMEngine
+from vllm_rollout.kernel.api.open_paths import lacks_key
+from vllm_rollout.kernel.http.ports import ApiPart
+from vllm_rollout.parts.front_ends.api.abort_broadcast import AbortBroadcast
+from vllm_rollout.parts.front_ends.api.listener import Listener
+from vllm_rollout.parts.front_ends.http.first import HandOn
+
+
+class FrontEndsApi(ApiPart):
+    """Overrides: start, serve. Does nothing in a server with one API process."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self._client = engine.client
+        self._abort_here = engine.client.when_aborted
+
+    async def start(self, settings: Namespace) -> None:
+        if self._client.num_api_processes > 1:
+            self._listener = Listener()
+            index = self._client.client_index
+            self._aborts = AbortBroadcast(self._listener.folder, index, lambda names: self._abort_here(names))
+            await self._aborts.listen()
+
+    def serve(self, app: FastAPI) -> None:
+        if self._client.num_api_processes == 1:
+            return
+        self._abort_here, self._client.when_aborted = self._client.when_aborted, self._aborts.send
+        if self._client.client_index == 0:
+            self._listener.serve(app)
+        else:
+            # Around all middleware: a request for another process passes that process's middleware.
+            own = app.middleware_stack or app.build_middleware_stack()
+            app.middleware_stack = HandOn(own, self._listener.from_another(), partial(lacks_key, app))

@@ -1,0 +1,1 @@
+"""Requests between API processes."""
