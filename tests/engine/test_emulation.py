@@ -234,10 +234,13 @@ def test_openai_requests_are_answered_with_log_probabilities_and_stop_tokens_are
     assert not set(choice["token_ids"][:-1]) & set(unwanted)
 
 
-@pytest.mark.parametrize("group", [{}, {"n": 2, "vllm_xargs": {"rollout_redundancy": 2}}], ids=["one", "group"])
+LONG = {"emulate_lengths": 300}
+
+
+@pytest.mark.parametrize("group", [{}, {"n": 2, "vllm_xargs": {**LONG, "rollout_redundancy": 2}}], ids=["one", "group"])
 def test_log_probabilities_of_prompts_and_of_certain_tokens_have_the_form_of_a_real_device(emulated, group):
     prompt = [40, *range(50, 60)]
-    body = {"prompt": prompt, "max_tokens": 6, "return_tokens_as_token_ids": True, **group}
+    body = {"prompt": prompt, "max_tokens": 6, "return_tokens_as_token_ids": True, "vllm_xargs": LONG, **group}
     for choice in emulated.http.post("/v1/completions", json={**body, "echo": True, "logprobs": 2}).json()["choices"]:
         told = choice["logprobs"]["token_logprobs"]
         assert len(told) == len(prompt) + 6

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
 from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.kernel.core.versions import holds_what_is_found, without_zeroing, zeroes_what_comes
+from vllm_rollout.parts.moving.core.versions import holds_what_is_found, without_zeroing, zeroes_what_comes
 from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.rules.load import ArrivedKV, TransferCost
 from vllm_rollout.parts.moving.wire import KVBlocks, KVSegment

@@ -24,7 +24,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.candidate import EngineCandidate
 from vllm_rollout.kernel.core.ports import Answers, CorePart
-from vllm_rollout.kernel.core.versions import leave_deferred
 from vllm_rollout.kernel.core.weights import OWN_SALT, Weights, has_own_hashes
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
@@ -43,6 +42,7 @@ from vllm_rollout.parts.moving.calls import (
     Released,
 )
 from vllm_rollout.parts.moving.core.kv_moving import KVMoves
+from vllm_rollout.parts.moving.core.versions import leave_deferred
 from vllm_rollout.parts.moving.rules.load import EngineLoad, RankState, RunningGroup
 from vllm_rollout.parts.moving.rules.placement import Holders
 from vllm_rollout.parts.moving.wire import KVBlocks, MovedCandidate, Parcel, request_to_move
