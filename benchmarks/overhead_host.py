@@ -34,10 +34,10 @@ from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.kernel.worker.runner import StepReport
 from vllm_rollout.model_files import tiny
 from vllm_rollout.parts.observing.tracker import tracker as tracking
 from vllm_rollout.parts.observing.worker.observing import Observing
+from vllm_rollout.parts.observing.worker.runner import StepReport
 from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan

@@ -14,7 +14,7 @@ PIP = f"{sys.executable} -m pip install --no-build-isolation --no-deps"
 
 
 def test_a_checkout_is_built_where_it_lies():
-    assert build_command() == f"{PIP} -e {shlex.quote(str(Path(__file__).parents[3]))}"
+    assert build_command() == f"{PIP} -e {shlex.quote(str(Path(__file__).parents[1]))}"
 
 
 @pytest.mark.parametrize(

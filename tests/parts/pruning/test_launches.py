@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.parts.observing.tracker.test_launches import CPU, HIDDEN_SIZE, META, PROMPT, STEADY, Engine, count_copies
-from tests.parts.observing.tracker.test_launches import as_on_a_gpu as as_on_a_gpu
+from tests.parts.observing.test_launches import CPU, HIDDEN_SIZE, META, PROMPT, STEADY, Engine, count_copies
+from tests.parts.observing.test_launches import as_on_a_gpu as as_on_a_gpu
 from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights

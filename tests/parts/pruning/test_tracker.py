@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parts.observing.tracker.test_tracker import (
+from tests.parts.observing.test_tracker import (
     CPU,
     HIDDEN_SIZE,
     VOCAB_SIZE,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.parts.observing.tracker.test_verified import (
+from tests.parts.observing.test_verified import (
     HIDDEN_SIZE,
     IDS,
     NUM_PROMPT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 
 from fastapi import FastAPI
@@ -20,7 +21,7 @@ class FrontEndsApi(ApiPart):
 
     def __init__(self, engine: VLLMEngine) -> None:
         self._client = engine.client
-        self._abort_here = engine.client.when_aborted
+        self._abort_here: Callable[[set[str]], None] = lambda names: None
 
     async def start(self, settings: Namespace) -> None:
         if self._client.num_api_processes > 1:
