@@ -246,7 +246,7 @@ def _publish_head(worker) -> None:
 
 
 def _runner_of(worker) -> list[str]:
-    return [cls.__name__ + "@" + cls.__module__ for cls in type(worker.model_runner).__mro__[:3]]
+    return [cls.__name__ + "@" + cls.__module__ for cls in type(worker.model_runner).__mro__]
 
 
 if __name__ == "__main__":
