@@ -1,8 +1,9 @@
 // update_confidence on the CPU.
 //
 // The specification is update_confidence_reference in
-// vllm_rollout/parts/observing/tracker/reference.py. One thread and a plain loop: a step
-// has some hundred rows, which takes less time than waking a second thread.
+// vllm_rollout/parts/observing/tracker/reference.py. One thread and a plain
+// loop: a step has some hundred rows, which takes less time than waking a
+// second thread.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
