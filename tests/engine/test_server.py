@@ -396,6 +396,10 @@ def test_the_log_says_what_this_vllm_lacks(server: Server) -> None:
     assert (" lacks " in log) == bool(lacking())
 
 
+def test_the_log_says_which_operators_serve(server: Server) -> None:
+    assert "model runner V1, token_confidence: c++, update_confidence: c++" in server.log.read_text()
+
+
 @pytest.mark.versions
 def test_the_stock_endpoints_still_work(server: Server) -> None:
     assert server.http.get("/v1/models").json()["data"]
