@@ -196,12 +196,6 @@ def defined_names(source: str) -> set[str]:
     return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def test_tracker_observes_with_torch():
-    paths = modules_of("tracker")
-    assert "torch" in {name for path in paths for name in imported_modules(path.read_text())}
-    assert offences(paths, vllm) == []
-
-
 def not_for_training(module: str) -> bool:
     top = module.partition(".")[0]
     return top not in sys.stdlib_module_names | {"torch"} and not is_within(module, "vllm_rollout.training")
