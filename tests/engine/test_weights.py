@@ -32,13 +32,15 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two models of one shape, whose weights differ in every number."""
+    """Models of one shape: two whose weights differ in every number, and one whose weights are not finite."""
     chance = torch.Generator().manual_seed(1)
 
     def noisy(each: torch.Tensor) -> torch.Tensor:
         return each + 0.3 * each.float().std() * torch.randn(each.shape, generator=chance).to(each.dtype)
 
-    return [tiny_model, with_other_weights(tiny_model, tmp_path_factory.mktemp("weights") / "other", noisy)]
+    folder = tmp_path_factory.mktemp("weights")
+    bad = with_other_weights(tiny_model, folder / "bad", lambda each: each + torch.nan)
+    return [tiny_model, with_other_weights(tiny_model, folder / "other", noisy), bad]
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +159,25 @@ def test_model_runner_v2_computes_it_again_too(folders: list[str], tmp_path: Pat
         update_under(server, folders, 60)
 
 
+def test_kv_that_bad_weights_have_left_harms_nobody_under_good_ones(changing: Server, folders: list[str]) -> None:
+    """Blocks are used again before they are full, and some kernels multiply what is behind their end by 0."""
+    give(changing, folders[2], "bad")
+    body = {"prompt": "hello", "max_tokens": 600, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        for answer in pool.map(lambda _: changing.http.post("/v1/completions", json=body), range(2)):
+            answer.raise_for_status()
+    give(changing, folders[0], "good")
+    body = {
+        "prompts": [{"prompt_token_ids": [20 + i, 30, 40]} for i in range(12)], "group_size": 4,
+        "sampling_params": {"max_tokens": 40, "ignore_eos": True},
+    }  # fmt: skip
+    assert changing.rollout(**body)["usage"]["num_failed"] == 0
+
+
 def test_turns_of_a_session_say_which_weights_they_are_of(changing: Server, folders: list[str]) -> None:
     (session,) = changing.http.post("/v1/groups", json={"group_size": 1, "cut_turn": "goes_on"}).json()["to_begin"]
     prompt = list(PROMPTS[0])
-    for folder in folders:
+    for folder in folders[:2]:
         give(changing, folder)
         body = {"prompt": prompt, "max_tokens": 5, "return_token_ids": True}
         answer = changing.http.post("/v1/completions", json=body, headers={"x-session-id": session})

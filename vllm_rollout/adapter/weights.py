@@ -9,10 +9,11 @@ Invariant: a process counts for itself. If the worker is in the engine core's pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
@@ -74,7 +75,7 @@ def _followed(method: Callable[..., Any], then: Callable[..., None]) -> Callable
 def _look(core: EngineCore, method: object, *args: Any, **kwargs: Any) -> None:
     if not (isinstance(method, str) and method.startswith(OWN_CALLS)):
         Changes.num = max(Changes.num, _asked(core, "rollout_num_changes"))
-        core.scheduler.weights.look()
+        _weights_came(core)
 
 
 def _look_at_adapter(core: EngineCore, adapter: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,11 +104,16 @@ def _name_outputs(core: EngineCore, outputs: dict[int, EngineCoreOutputs]) -> No
 
 def _count(core: EngineCore) -> None:
     Changes.num = max(Changes.num + 1, _asked(core, "rollout_count_change"))
-    core.scheduler.weights.look()
+    _weights_came(core)
+
+
+def _weights_came(core: EngineCore) -> None:
+    if core.scheduler.weights.look():
+        core.scheduler.weights.clean = partial(_asked, core, "rollout_clean_kv")
 
 
 def _asked(core: EngineCore, method: str) -> int:
-    """Largest count of the workers. 0 if the workers are not ours. They have no such method, and are asked
+    """Largest answer of the workers. 0 if the workers are not ours. They have no such method, and are asked
     only once.
     """
     weights = core.scheduler.weights
@@ -118,3 +124,24 @@ def _asked(core: EngineCore, method: str) -> int:
     except Exception:  # a failed worker of ours ends the engine, which the call itself reports
         weights.workers_count = False
         return 0
+
+
+CHUNK = 1 << 26
+"""Elements of a KV cache that are looked at together."""
+
+
+def clean(caches: Iterable[torch.Tensor]) -> bool:
+    """Replace NaN and infinity by 0 in KV caches of floating-point numbers. Returns True if there was any.
+
+    Weights that are not finite leave such values in blocks. The next request that gets such a block does not read them,
+    but some attention kernels multiply them by 0, which is NaN.
+    """
+    found = False
+    for cache in caches:
+        if cache.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not cache.is_contiguous():
+            continue
+        for chunk in cache.view(-1).split(CHUNK):
+            if not chunk.sum(dtype=torch.float32).isfinite():  # without a copy; finite numbers may overflow, too
+                found |= not bool(chunk.isfinite().all())
+                chunk.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return found

@@ -374,14 +374,14 @@ class Executor:
     """Workers that are processes of their own: they count for themselves, if they are ours."""
 
     def __init__(self, *, is_ours: bool = True) -> None:
-        self.num_changes, self.calls, self.is_ours = 0, [], is_ours
+        self.num_changes, self.calls, self.is_ours, self.is_clean = 0, [], is_ours, True
 
     def collective_rpc(self, method: str, *args: Any) -> list[int]:
         self.calls.append(method)
         if method == "no such method" or (method.startswith("rollout_") and not self.is_ours):
             raise AttributeError(method)
         self.num_changes += method in ("reload_weights", "rollout_count_change")
-        return [self.num_changes]
+        return [int(not self.is_clean)] if method == "rollout_clean_kv" else [self.num_changes]
 
     def add_lora(self, lora: Any) -> bool:
         return True
@@ -411,6 +411,26 @@ def test_an_engine_core_hears_of_new_weights_by_the_call_that_brought_them(core)
     assert Changes.num == 1
     core.add_lora(SimpleNamespace(load_inplace=True))
     assert Changes.num == 2
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_kv_is_cleaned_once_before_the_first_step_after_new_weights_and_what_ran_on_it_is_computed_again(
+    core, known, is_clean
+):
+    run, executor = known.run, core.model_executor
+    (id,) = add_group(run, "g", [60], group_size=1)
+    run.add("plain", 60)
+    steps(run, 20)
+    executor.is_clean = is_clean
+    run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    core.collective_rpc("reload_weights")
+    run.scheduler.schedule()
+    assert "rollout_clean_kv" not in executor.calls, "a server that sleeps has no KV"
+    run.scheduler.set_pause_state(PauseState.UNPAUSED)
+    run.scheduler.schedule()
+    run.scheduler.schedule()
+    assert executor.calls.count("rollout_clean_kv") == 1
+    assert [run.requests[each].num_preemptions for each in (id, "plain")] == [int(not is_clean)] * 2
 
 
 def test_of_workers_that_are_not_ours_names_are_noticed(core):

@@ -318,11 +318,12 @@ class GroupSchedulerMixin:
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
+        self.weights.is_paused = pause_state != PauseState.UNPAUSED
         self.parts.interrupted()
 
     def _look_for_weights(self) -> None:
         try:
-            self.weights.look()
+            self.weights.before_step()
         except Exception as error:
             self.faults.caught("weights", error)
             self.reset_prefix_cache(reset_running_requests=True)  # KV of old weights must not be read

@@ -48,12 +48,18 @@ class Weights:
         self._names: dict[int, str] = {}
         self.workers_count = True
         """True if the workers are ours."""
+        self.clean: Callable[[], int] | None = None
+        """Lets the workers clean their KV of values that are not finite, and returns 1 if there were any. None if no
+        weights have come since the last step."""
 
-    def look(self) -> None:
-        """Salt requests anew if weights have changed. Called between two steps."""
+        self.is_paused = False
+        """True while generation is paused. A server that sleeps has no KV."""
+
+    def look(self) -> bool:
+        """Salt requests anew if weights have changed. Called between two steps. Returns True if they have."""
         change = Changes.num
         if change == self._known:
-            return
+            return False
         self._known = change
         for request in self._scheduler.requests.values():
             if not self._is_ours(request):
@@ -62,6 +68,19 @@ class Weights:
                 salt(request, self._salt)
             else:
                 self._isolate(request)
+        return True
+
+    def before_step(self) -> None:
+        """Note new weights. If the weights before have left KV that is not finite, compute all running requests again.
+
+        Their KV may have such values, which are 0 now.
+        """
+        self.look()
+        if self.clean is None or self.is_paused:
+            return
+        clean, self.clean = self.clean, None
+        if clean():
+            self.recompute(list(self._scheduler.running))
 
     def begin(self, request: Request) -> None:
         """Salt a request that comes, for the first time or from another engine."""

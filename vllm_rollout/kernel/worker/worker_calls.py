@@ -5,7 +5,9 @@ Invariant: a method whose name begins with `rollout_` is called between two step
 
 from __future__ import annotations
 
-from vllm_rollout.adapter.weights import Changes
+from typing import Any
+
+from vllm_rollout.adapter.weights import Changes, clean
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.worker.ports import WorkerParts
 
@@ -16,6 +18,8 @@ class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: igno
     is_read = True
     """True for the worker whose outputs are read."""
     parts = WorkerParts()
+    model_runner: Any
+    """None on an emulated device."""
 
     def rollout_num_changes(self) -> int:
         """Number of weights changes in this process."""
@@ -25,6 +29,16 @@ class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: igno
         """Count a weights change that came by an uncounted way."""
         Changes.num += 1
         return Changes.num
+
+    def rollout_clean_kv(self) -> int:
+        """Clean the KV cache of values that are not finite. Returns 1 if there were any."""
+        if self.model_runner is None:
+            return int(clean(self.model_runner.kv_caches))
+        try:
+            return 0
+        except Exception as error:
+            self.model_runner.faults.caught("cleaning KV", error)
+            return 0
 
     def rollout_stop_parts(self) -> None:
         """Let parts keep what must outlive the server."""
