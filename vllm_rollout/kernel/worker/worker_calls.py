@@ -33,9 +33,9 @@ class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: igno
     def rollout_clean_kv(self) -> int:
         """Clean the KV cache of values that are not finite. Returns 1 if there were any."""
         if self.model_runner is None:
-            return int(clean(self.model_runner.kv_caches))
-        try:
             return 0
+        try:
+            return int(clean(self.model_runner.kv_caches))
         except Exception as error:
             self.model_runner.faults.caught("cleaning KV", error)
             return 0
