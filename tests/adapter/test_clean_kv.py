@@ -30,5 +30,5 @@ def test_finite_numbers_whose_sum_is_too_large_stay():
     assert cache.isfinite().all()
 
 
-def test_caches_of_other_numbers_are_left(monkeypatch):
+def test_caches_of_other_numbers_are_left():
     assert not clean([torch.full((8,), 255, dtype=torch.uint8), torch.full((4, 4), torch.nan).T[:2]])

@@ -1,6 +1,6 @@
 """Model runners without a model, as far as our mixins touch them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -133,7 +133,9 @@ class Verifying(RunnerV1):
         return SimpleNamespace(sampled_token_ids=sampled)
 
 
-KINDS = [(RunnerV1, False, False), (RunnerV1, False, True), (RunnerV2, True, False)]
+Kind = tuple[type[RunnerV1], bool, bool]
+"""Class of a runner, whether it is V2, and whether it is a CPU's."""
+KINDS: list[Kind] = [(RunnerV1, False, False), (RunnerV1, False, True), (RunnerV2, True, False)]
 
 
 def new_request(
@@ -156,6 +158,16 @@ def new_request(
         lora_request=None if adapter is None else SimpleNamespace(lora_name=adapter),
         sampling_params=SimpleNamespace(extra_args=extra_args),
     )
+
+
+def made(kind: Kind, extend: Callable[..., None], *, asynchronous: bool = False) -> RunnerV1:
+    """A runner of this kind. `extend`: adds our mixins."""
+    base, v2, cpu = kind
+    runner = base(asynchronous)
+    extend(runner, v2=v2, cpu=cpu)
+    if v2:
+        runner.load_model()
+    return runner
 
 
 def step(runner: Any, rows: list[Row], new: tuple = (), finished: tuple = ()) -> tuple[Any, RunnerReport | None]:

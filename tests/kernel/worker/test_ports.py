@@ -58,10 +58,11 @@ def runner(part: Listener) -> RunnerV1:
 
 def test_a_part_hears_of_steps_and_of_weights_before_the_step_that_they_compute(runner, part, monkeypatch):
     monkeypatch.setattr(Changes, "num", 0)
-    step(runner, ROWS)
+    first, second = (SimpleNamespace(rows=ROWS, number=number) for number in range(2))
+    runner.execute_model(first)
     Changes.num += 1
-    step(runner, ROWS)
-    assert [each[0] for each in part.heard] == ["see_step", "new_weights", "see_step"]
+    runner.execute_model(second)
+    assert part.heard == [("see_step", first), ("new_weights",), ("see_step", second)]
 
 
 @pytest.mark.parametrize("hook", HOOKS)

@@ -1,11 +1,12 @@
 """The runner mixins on runners without a model: what parts hear, and what comes with the step's output."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tests.kernel.worker.runners import KINDS, Row, RunnerV1, RunnerV2, Verifying, step
+from tests.kernel.worker.runners import KINDS, Row, RunnerV2, Verifying, made, step
 from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE
 from vllm_rollout.kernel.worker.runner import ReportedOutput, extend_runner
@@ -14,16 +15,7 @@ from vllm_rollout.kernel.worker.runner import ReportedOutput, extend_runner
 @pytest.fixture(params=KINDS, ids=["v1", "v1-cpu", "v2"])
 def new_runner(request):
     """Makes a runner of each generation."""
-    base, v2, cpu = request.param
-
-    def make(*, asynchronous: bool = False) -> RunnerV1:
-        runner = base(asynchronous)
-        extend_runner(runner, v2=v2, cpu=cpu)
-        if v2:
-            runner.load_model()
-        return runner
-
-    return make
+    return partial(made, request.param, extend_runner)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernel.core.test_internal_errors import PLANTED, fail
-from tests.kernel.worker.runners import Row, RunnerV1, RunnerV2, new_request, step
+from tests.kernel.worker.runners import Row, RunnerV1, RunnerV2, made, new_request, step
 from tests.parts.observing.observed import observe
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 
@@ -16,11 +16,7 @@ RUNNERS = [(RunnerV1, False), (RunnerV1, True), (RunnerV2, False), (RunnerV2, Tr
 @pytest.fixture(params=RUNNERS, ids=lambda each: f"{each[0].__name__}-{'async' if each[1] else 'sync'}")
 def runner(request):
     cls, asynchronous = request.param
-    runner = cls(asynchronous)
-    observe(runner, v2=cls is RunnerV2, cpu=False)
-    if cls is RunnerV2:
-        runner.load_model()
-    return runner
+    return made((cls, cls is RunnerV2, False), observe, asynchronous=asynchronous)
 
 
 IN_TRACKER = ["add", "start_step", "see_hidden_states", "observe"]

@@ -1,5 +1,6 @@
 """The runner mixins on runners without a model: what they show the tracker, and what comes with the step's output."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from tests.kernel.worker.runners import (
     RunnerV2,
     Sampler,
     Verifying,
+    made,
     new_request,
     step,
 )
@@ -37,16 +39,7 @@ WEIGHT = torch.ones(HIDDEN_SIZE, VOCAB_SIZE)
 @pytest.fixture(params=KINDS, ids=["v1", "v1-cpu", "v2"])
 def new_runner(request):
     """Makes an observed runner of each generation, whose outputs are read unless told otherwise."""
-    base, v2, cpu = request.param
-
-    def make(is_read: bool = True, *, asynchronous: bool = False) -> RunnerV1:
-        runner = base(asynchronous)
-        observe(runner, is_read, v2=v2, cpu=cpu)
-        if v2:
-            runner.load_model()
-        return runner
-
-    return make
+    return lambda is_read=True, **options: made(request.param, partial(observe, is_read=is_read), **options)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

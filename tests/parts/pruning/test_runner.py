@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from tests.kernel.core.test_internal_errors import fail
 from tests.kernel.worker import runners
-from tests.kernel.worker.runners import HIDDEN_SIZE, KINDS, VOCAB_SIZE, Row, RunnerV1, Verifying, step
+from tests.kernel.worker.runners import HIDDEN_SIZE, KINDS, VOCAB_SIZE, Row, Verifying, made, step
 from tests.parts.observing import observed
 from tests.parts.observing.observed import called
 from tests.parts.pruning.scoring import ScoringTracker
@@ -35,16 +36,7 @@ from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 @pytest.fixture(params=KINDS, ids=["v1", "v1-cpu", "v2"])
 def new_runner(request):
     """Makes a runner of each generation whose candidates are scored."""
-    base, v2, cpu = request.param
-
-    def make(ring: FeatureRing, *, asynchronous: bool = False) -> RunnerV1:
-        runner = base(asynchronous)
-        observe(runner, ring, v2=v2, cpu=cpu)
-        if v2:
-            runner.load_model()
-        return runner
-
-    return make
+    return lambda ring, **options: made(request.param, partial(observe, ring=ring), **options)
 
 
 def observe(runner: Any, ring: FeatureRing, *, v2: bool, cpu: bool) -> None:

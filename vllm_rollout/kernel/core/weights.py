@@ -51,7 +51,6 @@ class Weights:
         self.clean: Callable[[], int] | None = None
         """Lets the workers clean their KV of values that are not finite, and returns 1 if there were any. None if no
         weights have come since the last step."""
-
         self.is_paused = False
         """True while generation is paused. A server that sleeps has no KV."""
 
