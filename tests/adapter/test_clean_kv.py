@@ -1,5 +1,7 @@
 """KV that weights which were not finite have left in a cache."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -30,5 +32,15 @@ def test_finite_numbers_whose_sum_is_too_large_stay():
     assert cache.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(2, 40, 3, 4), (40, 2, 3, 4), (1, 1, 1, 900), (3,)])
+def test_caches_of_every_layout_are_seen_to_their_last_number(shape):
+    for order in itertools.permutations(range(len(shape))):
+        for place in (0, -1):
+            cache = torch.randn([shape[i] for i in order]).permute(*order)
+            cache[tuple(place for _ in shape)] = torch.nan
+            assert clean([cache])
+            assert cache.isfinite().all()
+
+
 def test_caches_of_other_numbers_are_left():
-    assert not clean([torch.full((8,), 255, dtype=torch.uint8), torch.full((4, 4), torch.nan).T[:2]])
+    assert not clean([torch.full((8,), 255, dtype=torch.uint8)])

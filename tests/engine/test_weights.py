@@ -275,17 +275,17 @@ def test_twenty_updates_under_load_lose_nothing_and_say_whose_each_token_is(
     changing.wait_until_idle()
     (engine,) = changing.engines
     assert engine["num_internal_errors"] == 0
-    num_straddling = num_recomputed = 0
+    num_changes = num_recomputed = 0  # of weights, amid trajectories: a slow machine has few trajectories of many spans
     for prompt, trajectory in trajectories:
         spans = trajectory["weight_versions"]
         assert [spans[0]["start"], *(span["end"] for span in spans[:-1])] == [span["start"] for span in spans]
         assert spans[-1]["end"] == len(trajectory["token_ids"])
-        num_straddling += len(spans) > 1
+        num_changes += len(spans) - 1
         for span in spans:
             version = span["version"]
             if version in kinds and (span is spans[0] or kinds[version] == "recompute"):  # else its name came later
                 folder = folders[int(version[0])]
                 assert worst(folder, prompt, trajectory, span["end"], span["start"]) < TOLERANCE, (span, spans)
                 num_recomputed += span is not spans[0]
-    assert num_straddling > 10
+    assert num_changes > 10
     assert num_recomputed > 0

@@ -127,7 +127,7 @@ def _asked(core: EngineCore, method: str) -> int:
 
 
 CHUNK = 1 << 26
-"""Elements of a KV cache that are looked at together."""
+"""Elements of a KV cache that are looked at together, about."""
 
 
 def clean(caches: Iterable[torch.Tensor]) -> bool:
@@ -138,9 +138,11 @@ def clean(caches: Iterable[torch.Tensor]) -> bool:
     """
     found = False
     for cache in caches:
-        if cache.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not cache.is_contiguous():
+        if cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             continue
-        for chunk in cache.view(-1).split(CHUNK):
+        longest = max(cache.shape)  # usually of the blocks; a cache's layout may be none that can be viewed flat
+        size = max(1, CHUNK * longest // cache.numel())
+        for chunk in cache.split(size, cache.shape.index(longest)):
             if not chunk.sum(dtype=torch.float32).isfinite():  # without a copy; finite numbers may overflow, too
                 found |= not bool(chunk.isfinite().all())
                 chunk.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
