@@ -26,6 +26,12 @@ def test_values_that_are_not_finite_become_zero_and_others_stay(dtype, value):
     assert not clean(caches)
 
 
+def test_a_layer_may_have_several_caches():
+    states = [torch.zeros(3, 4), torch.full((3, 2, 5), torch.nan)]
+    assert clean([torch.zeros(2, 2), states])
+    assert all(state.isfinite().all() for state in states)
+
+
 def test_finite_numbers_whose_sum_is_too_large_stay():
     cache = torch.full((100,), torch.finfo(torch.float32).max)
     assert not clean([cache])

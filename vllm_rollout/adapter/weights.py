@@ -9,8 +9,9 @@ Invariant: a process counts for itself. If the worker is in the engine core's pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -130,14 +131,16 @@ CHUNK = 1 << 26
 """Elements of a KV cache that are looked at together, about."""
 
 
-def clean(caches: Iterable[torch.Tensor]) -> bool:
+def clean(caches: Iterable[torch.Tensor | Sequence[torch.Tensor]]) -> bool:
     """Replace NaN and infinity by 0 in KV caches of floating-point numbers. Returns True if there was any.
+
+    A layer has one cache, or several: a Mamba layer has the state of its convolution and that of its recurrence.
 
     Weights that are not finite leave such values in blocks. The next request that gets such a block does not read them,
     but some attention kernels multiply them by 0, which is NaN.
     """
     found = False
-    for cache in caches:
+    for cache in chain.from_iterable([layer] if isinstance(layer, torch.Tensor) else layer for layer in caches):
         if cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             continue
         longest = max(cache.shape)  # usually of the blocks; a cache's layout may be none that can be viewed flat
