@@ -486,7 +486,7 @@ RESULTS: Sequence[Quoted] = (
     # Computed for a GPU.
     Quoted(RACE, PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'race')} {reached(it, 'race', 'plain')}"),
-    Quoted("race, stopped answers teach", PLAIN, "time_to_reward",
+    Quoted("race, stopped answers trained on", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'stopped')} {reached(it, 'stopped', 'plain')}"),
     Quoted("rounds, prompts and answers x 1.25", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'rounds')} {reached(it, 'rounds', 'plain')}"),
@@ -494,16 +494,16 @@ RESULTS: Sequence[Quoted] = (
            lambda it: f"{sooner(it, 'trl_race', than='trl')} {reached(it, 'trl_race', 'trl')}"),
     Quoted("race, long answers are right", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'race', 'long is right')} {reached(it, 'race', 'plain', style='long is right')}"),
-    Quoted("race, stopped answers teach, long answers are right", PLAIN, "time_to_reward",
+    Quoted("race, stopped answers trained on, long answers are right", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'stopped', 'long is right')} "
                       f"{reached(it, 'stopped', 'plain', style='long is right')}"),
     Quoted("race, length says nothing", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'race', 'length says nothing')} "
                       f"{reached(it, 'race', 'plain', style='length says nothing')}"),
     Quoted("race, each at its best learning rate", PLAIN, "time_to_reward_rates", at_best_rates),
-    Quoted("feed, race, stopped answers teach", PLAIN, "asynchronous_2",
+    Quoted("feed, race, stopped answers trained on", PLAIN, "asynchronous_2",
            lambda it: clocked_gain(it, "stale1-race16-taught", "wait")),
-    Quoted("feed, race, stopped answers teach", "asynchronous training without a race", "asynchronous_2",
+    Quoted("feed, race, stopped answers trained on", "asynchronous training without a race", "asynchronous_2",
            lambda it: clocked_gain(it, "stale1-race16-taught", best_without_race(it))),
     # Counted.
     Quoted("5 % of requests audited", "no audits", "audits",

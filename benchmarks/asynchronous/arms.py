@@ -54,7 +54,7 @@ def raced(arm: Arm, num_candidates: int) -> Arm:
 
 
 def taught(arm: Arm) -> Arm:
-    return replace(arm, title=f"{arm.title}, stopped ones teach", stopped_teach=True)
+    return replace(arm, title=f"{arm.title}, stopped ones trained on", stopped_teach=True)
 
 
 def most_different(arm: Arm) -> Arm:
