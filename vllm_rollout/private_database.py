@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,6 +36,21 @@ def open_database(path: Path | None, version: int) -> sqlite3.Connection:
             "name another folder."
         )
     return database
+
+
+def give_unowned(database: sqlite3.Connection, columns: Mapping[str, str], namespace: str) -> None:
+    """Move what was made without a key into this namespace, except names that the namespace already has.
+
+    columns: the column of each table that has the name. The last table has each name once, and is changed last, because
+    its names tell which rows of the others move.
+    """
+    last, name = [*columns.items()][-1]
+    for table, column in columns.items():
+        database.execute(
+            f"UPDATE {table} SET {column} = :their || '/' || {column} WHERE instr({column}, '/') = 0 "
+            f"AND NOT EXISTS (SELECT 1 FROM {last} AS r WHERE r.{name} = :their || '/' || {table}.{column})",
+            {"their": namespace},
+        )
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:

@@ -26,12 +26,6 @@ def test_values_that_are_not_finite_become_zero_and_others_stay(dtype, value):
     assert not clean(caches)
 
 
-def test_a_layer_may_have_several_caches():
-    states = [torch.zeros(3, 4), torch.full((3, 2, 5), torch.nan)]
-    assert clean([torch.zeros(2, 2), states])
-    assert all(state.isfinite().all() for state in states)
-
-
 def test_finite_numbers_whose_sum_is_too_large_stay():
     cache = torch.full((100,), torch.finfo(torch.float32).max)
     assert not clean([cache])
@@ -50,3 +44,14 @@ def test_caches_of_every_layout_are_seen_to_their_last_number(shape):
 
 def test_caches_of_other_numbers_are_left():
     assert not clean([torch.full((8,), 255, dtype=torch.uint8)])
+
+
+def test_caches_of_several_types_may_share_memory_and_are_left():
+    """As in vLLM's hybrid models: half of a finite float32 looks like NaN in bfloat16."""
+    memory = torch.full((64,), 0x3F80_7FC0, dtype=torch.int32)
+    attention, mamba = memory.view(torch.bfloat16), memory.view(torch.int8)
+    assert not attention.isfinite().all()
+    assert not clean([attention, mamba])
+    assert not clean([attention, [mamba]])
+    assert memory.view(torch.float32).isfinite().all()
+    assert (memory == 0x3F80_7FC0).all()

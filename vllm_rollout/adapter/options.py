@@ -59,6 +59,8 @@ class ServeOptions(Options):
     """True if engine cores begin as copies of the server on the CPU platform too, where vLLM starts new processes."""
     has_model: bool = True
     """False if the worker makes tokens up, so that no model runs."""
+    num_local_ranks: int = 1
+    """Data-parallel ranks on this host. In ranks of a dense model vLLM's own configuration says 1."""
     audit_ratio: float = DEFAULT_AUDIT_RATIO
     """Audit ratio of requests that learn and set none."""
     beside_rust: bool = False

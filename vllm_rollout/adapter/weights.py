@@ -9,9 +9,8 @@ Invariant: a process counts for itself. If the worker is in the engine core's pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from itertools import chain
 from typing import Any
 
 import torch
@@ -68,9 +67,15 @@ def _followed(method: Callable[..., Any], then: Callable[..., None]) -> Callable
         try:
             return method(core, *args, **kwargs)
         finally:
-            then(core, *args, **kwargs)
+            if is_ours(core):
+                then(core, *args, **kwargs)
 
     return called
+
+
+def is_ours(core: EngineCore) -> bool:
+    """True if the engine core has our scheduler. A process may have others, and a core that begins has none yet."""
+    return hasattr(getattr(core, "scheduler", None), "weights")
 
 
 def _look(core: EngineCore, method: object, *args: Any, **kwargs: Any) -> None:
@@ -131,18 +136,20 @@ CHUNK = 1 << 26
 """Elements of a KV cache that are looked at together, about."""
 
 
-def clean(caches: Iterable[torch.Tensor | Sequence[torch.Tensor]]) -> bool:
+def clean(caches: Sequence[torch.Tensor]) -> bool:
     """Replace NaN and infinity by 0 in KV caches of floating-point numbers. Returns True if there was any.
 
-    A layer has one cache, or several: a Mamba layer has the state of its convolution and that of its recurrence.
+    Caches of several types may be views of the same memory, as in hybrid models. They are left as they are: a number of
+    one type can look like NaN in another.
 
     Weights that are not finite leave such values in blocks. The next request that gets such a block does not read them,
     but some attention kernels multiply them by 0, which is NaN.
     """
+    kinds = {getattr(cache, "dtype", None) for cache in caches}
+    if len(kinds) != 1 or kinds.isdisjoint((torch.float32, torch.float16, torch.bfloat16)):
+        return False
     found = False
-    for cache in chain.from_iterable([layer] if isinstance(layer, torch.Tensor) else layer for layer in caches):
-        if cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            continue
+    for cache in caches:
         longest = max(cache.shape)  # usually of the blocks; a cache's layout may be none that can be viewed flat
         size = max(1, CHUNK * longest // cache.numel())
         for chunk in cache.split(size, cache.shape.index(longest)):

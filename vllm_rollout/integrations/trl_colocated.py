@@ -13,6 +13,7 @@ Invariant: a trainer gets as many completions as it asked for, in its order.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import BoundArguments, signature
@@ -95,6 +96,11 @@ class colocate:
             given = signature(init).bind(trainer, *args, **kwargs)
             config = given.arguments.get("args")
             if config is None or not config.use_vllm or config.vllm_mode != "colocate":
+                warnings.warn(
+                    "colocate has no effect on this trainer: it races groups of vLLM in the trainer's process. Set "
+                    'use_vllm=True and vllm_mode="colocate" in its GRPOConfig.',
+                    stacklevel=2,
+                )
                 init(trainer, *args, **kwargs)
                 return
             self._check(given, config)

@@ -11,6 +11,7 @@ from vllm.v1.engine import FinishReason
 
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from vllm_rollout.adapter.names import learned_name
+from vllm_rollout.kernel.core.joining import JoinRefused
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.kernel.wire import TAG_KEY
 
@@ -106,6 +107,14 @@ def test_a_bad_field_ends_its_request_with_what_is_wrong(
     assert run.num_tokens("bad0") == 0
     assert run.num_tokens("plain0") == 9
     assert_nothing_left(run)
+
+
+def test_a_prompt_that_comes_in_parts_has_no_group(new_run: Callable[..., TracedRun]) -> None:
+    run = new_run()
+    request = run.add("plain", 9)
+    request.resumable, request.sampling_params.extra_args = True, dict(JOIN)
+    with pytest.raises(JoinRefused, match="rollout_group_id is for a request whose prompt comes whole"):
+        run.scheduler._joining.tag(request)
 
 
 def test_a_sibling_that_disagrees_is_told_which_field(new_run: Callable[..., TracedRun]) -> None:

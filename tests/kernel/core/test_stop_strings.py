@@ -7,7 +7,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
+from tests.kernel.core.scheduler_runs import LOOPS, TracedRun, add_group, assert_nothing_left
+from tests.support.dry_run import EOS_TOKEN
 
 TEXT = "the sum is 42 END."
 
@@ -117,3 +118,29 @@ def test_a_stop_string_completed_by_the_last_allowed_token_counts_as_ended_by_it
     assert (completion.finish_reason, completion.stop_reason) == ("stop", "END")
     assert [run.state(id) for id in ids] == ["finished", "surplus", "surplus", "surplus"]
     assert [run.num_tokens(id) for id in ids] == [num_tokens, num_tokens, 0, 0]
+
+
+@pytest.mark.parametrize("loop", LOOPS[:1], ids=lambda loop: loop.name)
+def test_what_follows_a_stop_string_in_its_step_is_dropped_even_the_end_of_the_sequence(new_run, tokenizer, script):
+    """Several tokens of a step, as with drafts: the last of them would end the candidate by itself."""
+    num_tokens = num_tokens_until_stop(tokenizer, script, "END")
+    run = new_run()
+    sample = run.sample
+
+    def several(scheduled):
+        output = sample(scheduled)
+        for request_id, row in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            if row and run.num_sampled[request_id] == num_tokens - 2:
+                row += [*script[num_tokens - 2 : num_tokens], EOS_TOKEN]
+        output.logprobs = None
+        return output
+
+    run.sample = several
+    run.scripts["g-0"] = script
+    add_group(run, "g", [100, 100], group_size=1, stop=["END"], interval=4)
+    run.run()
+    assert run.state("g-0") == "finished"
+    assert run.tokens("g-0") == script[:num_tokens]
+    (completion,) = api_outputs(run, tokenizer, "g-0", SamplingParams(stop=["END"], max_tokens=4000))
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "END")
+    assert completion.text == TEXT.partition("END")[0]

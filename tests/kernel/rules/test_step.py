@@ -67,6 +67,16 @@ def test_a_group_that_waits_costs_no_step_and_gives_up_who_comes_late_and_is_too
     assert not steps.has_events
 
 
+def test_a_group_that_makes_place_for_one_that_waits_is_over():
+    steps = GroupSteps([], max_idle=2)
+    over = []
+    for name in "abc":
+        first, group = steps.launch(name, GroupTerms(1, 3, early_stop=False))
+        steps.ended(first, group, "stop", 3)
+        over.append(steps.close_step({}, {}.__getitem__).over)
+    assert (over, len(steps)) == ([(), (), ("a",)], 2)
+
+
 def test_a_cancelled_group_defers_what_runs_and_keeps_what_has_finished():
     run = Run()
     run.launch("a", [2, 9, 9], GroupTerms(3, 3))

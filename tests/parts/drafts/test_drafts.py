@@ -280,7 +280,7 @@ def worker_with(drafter: Any, tmp_path: Path, *, v2: bool = False) -> SimpleName
     config = SimpleNamespace(
         speculative_config=object(),
         additional_config=DraftsOptions(file=str(tmp_path / "drafts")).into({}),
-        parallel_config=SimpleNamespace(data_parallel_rank=3),
+        parallel_config=SimpleNamespace(data_parallel_rank=0, data_parallel_index=3),  # as in a dense model's rank
     )
     return SimpleNamespace(
         model_runner=ModelRunner(drafter), vllm_config=config, use_v2_model_runner=v2, model_config=of_model("one")

@@ -18,7 +18,7 @@ from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.parts.feeds.http import kept
 from vllm_rollout.parts.feeds.http.service import FeedService
-from vllm_rollout.parts.feeds.http.store import FeedStore
+from vllm_rollout.parts.feeds.http.store import TABLES, FeedStore
 from vllm_rollout.parts.feeds.rules.feed import MAX_BYTES
 
 Start = Callable[[FakeEngine], FastAPI]
@@ -150,6 +150,25 @@ async def test_a_client_finds_its_feed_again_and_its_groups_are_its_own(start: S
         after.state.rollout_service.prepare = noted
         assert len((await take(http))["groups"]) == 3
         assert set(seen) == {namespace_of("Bearer mine")}
+
+
+async def test_feeds_of_before_there_was_a_key_are_the_first_keys(start: Start, tmp_path: Path) -> None:
+    async with http_of(start(FakeEngine())) as http:
+        await make(http)
+        await put(http, 0, 8)
+        first = await take(http, idempotency_key="k")
+    wait_for_disk()
+    FeedStore(tmp_path / "feeds.sqlite", keyless=namespace_of("Bearer mine"))
+    after = start(FakeEngine())
+    after.add_middleware(ClientNamespaces)
+    async with http_of(after) as http:
+        assert (await http.get("/v1/feeds/a")).status_code == 404
+        http.headers["Authorization"] = "Bearer mine"
+        assert await take(http, idempotency_key="k") == first
+        await put(http, 8, 1)
+        assert (await http.delete("/v1/feeds/a")).status_code == 204
+    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
+        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 4
 
 
 async def test_deferred_prompts_wait_again_after_a_kill(start: Start) -> None:

@@ -220,6 +220,17 @@ async def test_what_is_read_to_find_who_answers_is_bounded_and_counts_until_it_i
     assert held.num_bytes == 0
 
 
+async def test_a_first_process_that_ends_amid_a_request_is_said_so(tmp_path: Path, other: httpx.AsyncClient) -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.close()
+
+    server = await asyncio.start_unix_server(hang_up, str(tmp_path / "first.sock"))
+    answer = await other.post("/v1/rewards", json={})
+    assert (answer.status_code, "ended amid the request" in answer.json()["error"]["message"]) == (502, True)
+    server.close()
+
+
 async def test_a_stream_passes_as_it_comes_and_ends_when_its_reader_leaves(first: Seen, tmp_path: Path) -> None:
     leaves = asyncio.Event()
     sent: list[Message] = []

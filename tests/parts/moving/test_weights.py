@@ -247,6 +247,7 @@ def test_what_is_computed_again_reads_no_older_kv_and_finds_its_siblings(known):
     known.born |= dict.fromkeys(ids, 1)
     assert run.requests[ids[0]].cache_salt == run.requests[ids[1]].cache_salt == "vllm_rollout/1"
     run.run()
+    assert [run.note(id).num_preemptions for id in ids] == [0, 0]
     assert [run.note(id).weights for id in ids] == [known.spans(id) for id in ids]
     assert_nothing_left(run)
 
@@ -396,6 +397,15 @@ def core(known) -> Any:
     core = EngineCore.__new__(EngineCore)
     core.scheduler, core.model_executor = known.run.scheduler, Executor()
     return core
+
+
+def test_engine_cores_of_others_in_the_process_are_left_alone(core):
+    """A trainer's process may have a second engine, with vLLM's own scheduler. A core that begins has none yet."""
+    del core.scheduler
+    assert core.collective_rpc("reload_weights") == [1]
+    core.scheduler = SimpleNamespace()
+    assert core.collective_rpc("reload_weights") == [2]
+    assert Changes.num == 0
 
 
 def test_an_engine_core_hears_of_new_weights_by_the_call_that_brought_them(core):

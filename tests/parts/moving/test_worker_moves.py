@@ -29,7 +29,7 @@ class Bare(runner_module.RunnerV1Mixin):
 
 def moved_to(target: Bare, state: WorkerState) -> Any:
     params = SimpleNamespace(prompt_token_ids=[1, 2, 3], sampling_params=None, lora_request=None, request_id="a")
-    attach(target, [MovedCandidate(0, params, [5], 1, True, None, [], state)])
+    attach(target, [MovedCandidate(0, params, [5], 1, True, None, [], 0, state)])
     return target.requests["a"]
 
 

@@ -30,7 +30,7 @@ def test_a_scored_candidate_that_moves_is_scored_where_it_arrives(num_tokens):
     state = detach(here, ["a"])["a"]
     assert ("pruning" in state.of_parts) == (num_tokens >= 2)
     moved = EngineCoreRequest("a", [0] * 3, None, request.sampling_params, None, 0.0, None, None, None)
-    attach(there, [MovedCandidate(0, moved, [5] * num_tokens, 1, True, None, [], state)])
+    attach(there, [MovedCandidate(0, moved, [5] * num_tokens, 1, True, None, [], 0, state)])
     assert there.candidate_tracker.copy(["a"]) == here.candidate_tracker.copy(["a"])
     scored_at = there.candidate_tracker.parts[0].scored_at("a")
     assert scored_at == [2]

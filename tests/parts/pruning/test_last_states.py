@@ -8,6 +8,7 @@ from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
+from vllm_rollout.parts.pruning.worker.last_states import LastStates
 from vllm_rollout.parts.pruning.worker.operators import quality_head
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
@@ -194,3 +195,13 @@ def test_what_moves_is_scored_where_it_goes_on():
     assert there.tracker.scored.due.lengths == [5]
     there.tracker.discard("a")
     assert [key.num_tokens for key in there.tracker.scorer.take_last_states([]).keys] == [4, 5]
+
+
+def test_of_several_tokens_in_a_candidates_first_step_all_states_are_kept():
+    """A candidate that has moved, and has drafts."""
+    last = LastStates(2, 4)
+    slots, positions = np.array([1, 1, 1]), np.array([5, 6, 7])
+    states = torch.arange(3.0)[:, None].expand(3, HIDDEN_SIZE)
+    last.see(slots, positions, torch.from_numpy(slots), torch.from_numpy(positions), states)
+    last.end(1, "a")
+    assert [key.num_tokens - 1 for key, _ in last._ended] == [5, 6, 7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.parts.sessions.rules import Session, SessionLimits, SessionRace, SessionRefused
 
 
@@ -49,6 +51,23 @@ def test_the_first_that_finish_make_the_group_and_turns_of_the_others_stop():
     race.end_turn(d, 7, 3.0)  # what it had when it stopped
     assert d.num_tokens == 7
     assert (race.result.generated_tokens, race.result.returned_tokens) == (37, 20)
+
+
+class Fewer(PartTerms):
+    """Pruning that may leave fewer sessions than the group wants."""
+
+    pruning = SimpleNamespace(allow_fewer=True)
+
+
+def test_a_session_that_comes_to_a_group_which_pruning_made_smaller_has_lost():
+    race = race_of(4, max_sessions=8, parts={"pruning": Fewer()})
+    for number, session in enumerate(entered(race, 4)):
+        turn(race, session, pruned=number < 2, last=number >= 2)
+        race.settle()
+    assert (race.is_over, race.result.status) == (True, "complete")
+    late = race.enter("late", 2.0)
+    assert (race.state(late), late.ended_by) == ("surplus", "race")
+    assert "running" not in [ending.state for ending in race.endings]
 
 
 def test_a_turn_runs_at_a_time():

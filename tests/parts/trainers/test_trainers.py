@@ -15,7 +15,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from vllm_rollout.parts.trainers.api.trainers import attach_compat, prime_rl
+from vllm_rollout.parts.trainers.api.trainers import attach_compat, prime_rl, skyrl
 
 pytestmark = pytest.mark.anyio
 LOGPROBS = {"content": [{"token_id": 343, "logprob": -1.5, "top_logprobs": [{"token_id": 7, "logprob": -2.0}]}]}
@@ -284,3 +284,8 @@ async def test_a_folder_without_weights_is_refused_and_generation_goes_on(app, h
     assert (answer.status_code, answer.json()["success"]) == (400, False)
     assert str(tmp_path) in answer.json()["message"]
     assert app.state.engine_client.paused is False
+
+
+@pytest.mark.parametrize("read", [skyrl.query_of, prime_rl.names_a_folder])
+def test_a_body_too_deep_to_be_read_is_vllms_to_refuse(read):
+    assert not read(b"[" * 100_000)

@@ -74,9 +74,11 @@ def test_engines_of_trainers_have_spares_and_groups_of_the_trainers_size():
 
 @pytest.mark.parametrize("more", [None, {"use_vllm": False}, {"vllm_mode": "server"}])
 def test_other_trainers_are_left_alone(more):
+    args = None if more is None else config(**more)
     with colocate(redundancy=5):
-        args = None if more is None else config(**more)
-        assert OnesOwn(args=args, tools=["a tool"]).environment == ["scheduler,worker", "5", None]
+        with pytest.warns(UserWarning, match="colocate has no effect on this trainer"):
+            trainer = OnesOwn(args=args, tools=["a tool"])
+        assert trainer.environment == ["scheduler,worker", "5", None]
 
 
 @pytest.mark.parametrize(

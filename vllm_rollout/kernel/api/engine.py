@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -38,6 +39,9 @@ from vllm_rollout.kernel.http.slices import Slices
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.types import RankCounts
+
+LOOK_S, NUM_LOOKS = 0.05, 100
+"""Seconds between two looks at the name of the weights while ranks have different ones, and the number of looks."""
 
 
 class VLLMEngine(GroupRunner):
@@ -139,11 +143,20 @@ class VLLMEngine(GroupRunner):
         return prompt_text(self.client.model_config, prompt.token_ids, params)
 
     async def current_weight_version(self) -> str | None:
-        try:
-            version = await self.client.get_weight_version()
-        except EngineDeadError as error:
-            raise engine_stopped() from error
-        return None if version == UNNAMED_WEIGHTS else version
+        for _ in range(NUM_LOOKS):
+            try:
+                version = await self.calls.unless_dead(self.client.get_weight_version())
+            except EngineDeadError as error:
+                raise engine_stopped() from error
+            except RuntimeError:  # another API process is naming them: not all ranks have the new name yet
+                await asyncio.sleep(LOOK_S)
+            else:
+                return None if version == UNNAMED_WEIGHTS else version
+        raise RequestError(
+            "the ranks of this server have weights of different names. Name their weights again "
+            "(POST /update_weight_version).",
+            status=HTTPStatus.CONFLICT,
+        )
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         await self.calls.tell_groups(CANCEL_GROUPS, list(group_ids))

@@ -117,6 +117,9 @@ class GroupClient(CandidateClient):
         if not xargs:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         refuse_on_open_path(xargs)
+        if isinstance(prompt, AsyncGenerator):
+            field = next(iter(xargs))
+            raise self._invalid(field, f"{field} is for a request whose prompt comes whole. Leave it out.")
         try:
             plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
             audit_ratio = audit_ratio_from_xargs(xargs, plan, ServeOptions.of(self.vllm_config).audit_ratio)

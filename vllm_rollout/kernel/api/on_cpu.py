@@ -48,6 +48,7 @@ def switch_on(
         return
     if runs_in_core(args):
         args.distributed_executor_backend = CPU_EXECUTOR_CLS
+        ServeOptions.change(args, num_local_ranks=args.data_parallel_size_local or args.data_parallel_size)
     if compiler() is None and "--no-enforce-eager" not in arguments:
         args.enforce_eager = True
         logger.warning("vllm_rollout: %s", NO_COMPILER)

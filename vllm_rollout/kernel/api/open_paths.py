@@ -20,6 +20,7 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
 
+from vllm_rollout.kernel.http.clients import namespace_of
 from vllm_rollout.kernel.http.paths import path_of
 
 _open_path: ContextVar[str | None] = ContextVar("open_path", default=None)
@@ -54,6 +55,13 @@ def refuse_on_open_path(fields: Iterable[str]) -> None:
 def keys_of(settings: Namespace) -> list[str]:
     """API keys by vLLM's rule: those of --api-key, or VLLM_API_KEY."""
     return [key for key in (settings.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+def keyless_namespace(settings: Namespace) -> str:
+    """The namespace that gets what was made without a key, before the server had one: of its first key. Empty without
+    a key."""
+    keys = keys_of(settings)
+    return namespace_of(f"Bearer {keys[0]}") if keys else ""
 
 
 def has_key(app: Starlette, headers: Headers) -> bool:

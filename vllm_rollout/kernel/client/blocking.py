@@ -59,6 +59,10 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError(f"{coroutine!r} waits for something")
 
 
+END_S = 5.0
+"""Most seconds for which an interrupt waits until what it has cancelled is closed."""
+
+
 class LoopThread:
     """An event loop in a daemon thread."""
 
@@ -68,12 +72,14 @@ class LoopThread:
         self._thread.start()
 
     def finished(self, awaitable: Awaitable[T]) -> T:
-        """Wait for the result of an awaitable. An interrupt cancels the awaitable."""
-        future = asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
+        """Wait for the result of an awaitable. An interrupt cancels the awaitable, and waits for its end."""
+        has_ended = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(_awaited(awaitable, has_ended), self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
+            has_ended.wait(END_S)
             raise
 
     def close(self) -> None:
@@ -82,8 +88,11 @@ class LoopThread:
         self._loop.close()
 
 
-async def _awaited(awaitable: Awaitable[T]) -> T:
-    return await awaitable
+async def _awaited(awaitable: Awaitable[T], has_ended: threading.Event) -> T:
+    try:
+        return await awaitable
+    finally:
+        has_ended.set()
 
 
 class Blocked:

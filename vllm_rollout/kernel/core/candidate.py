@@ -33,6 +33,7 @@ class EngineCandidate:
         "is_launched",
         "is_told",
         "num_dropped",
+        "num_preemptions",
         "reads_notes",
         "refusal",
         "request",
@@ -62,6 +63,8 @@ class EngineCandidate:
         """True if it is in a group: it was not refused, and the group is not broken."""
         self.is_told = False
         """True if its group knows that it has ended."""
+        self.num_preemptions = 0
+        """Number of times that it lost its KV for lack of memory. vLLM's number counts our own reasons, too."""
         self.num_dropped = 0
         """Tokens of the last step after the one that completed a stop string."""
 

@@ -10,12 +10,10 @@ from vllm.v1.outputs import LogprobsLists
 def keep_first(output: EngineCoreOutput, num_tokens: int) -> None:
     """Drop the data of a step's output after its first `num_tokens` tokens."""
     output.new_token_ids = output.new_token_ids[:num_tokens]
-    if (logprobs := output.new_logprobs) is not None:
-        output.new_logprobs = LogprobsLists(
-            logprobs.logprob_token_ids[:num_tokens],
-            logprobs.logprobs[:num_tokens],
-            logprobs.sampled_token_ranks[:num_tokens],
-        )
+    if output.new_logprobs is not None:
+        output.new_logprobs = output.new_logprobs.slice_request(0, num_tokens)
+    if output.new_sampling_mask is not None:
+        output.new_sampling_mask = output.new_sampling_mask.slice_request(0, num_tokens)
     if output.routed_experts is not None:
         output.routed_experts = output.routed_experts[:num_tokens]
 

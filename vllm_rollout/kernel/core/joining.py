@@ -73,6 +73,8 @@ class Joining:
                 "send a request per candidate with rollout_group_size and rollout_num_candidates, or use our own API "
                 "process (`vllm-rollout serve`, vllm_rollout.LLM)."
             )
+        if request.resumable:
+            raise JoinRefused(f"{next(iter(fields))} is for a request whose prompt comes whole. Leave it out.")
         try:
             join = plan_from_xargs(fields, 1, max_candidates=self._max_candidates)
             assert isinstance(join, GroupJoin), "rollout_group_size joins"
@@ -83,11 +85,11 @@ class Joining:
             raise JoinRefused(f"request_id: {reason}")
         if pruning_of(join.parts) is not None and (reason := self._scoring_refusal()) is not None:
             raise JoinRefused(f"{NAMES['detection_length']}: {reason}")
-        if self._config.parallel_config.data_parallel_size > 1:
+        parallel = self._config.parallel_config
+        if parallel.data_parallel_size > 1 or parallel.data_parallel_index:  # ranks of dense models know only an index
             logger.warning_once(
-                "vllm_rollout: with data_parallel_size %d siblings meet on one rank only. Send those of a group with "
-                "the same data_parallel_rank, or use vllm_rollout.AsyncLLM.",
-                self._config.parallel_config.data_parallel_size,
+                "vllm_rollout: with several data-parallel ranks siblings meet on one rank only. Send those of a group "
+                "with the same data_parallel_rank, or use vllm_rollout.AsyncLLM."
             )
         adapter = None if request.lora_request is None else request.lora_request.lora_name
         content = _content_of(request)

@@ -334,6 +334,8 @@ class GroupSchedulerMixin:
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.num_preemptions += 1
+        if (candidate := self._candidates.get(request.request_id)) is not None:
+            candidate.num_preemptions += 1
         super()._preempt_request(request, *args, **kwargs)
         try:
             self.weights.preempted(request)
@@ -445,10 +447,12 @@ class GroupSchedulerMixin:
                 if num_kept is None:
                     continue
                 candidate.num_dropped = len(output.new_token_ids) - num_kept
+                goes_on = candidate.end_reason is None
+                if goes_on:
+                    self.finish_requests(output.request_id, RequestStatus.FINISHED_ABORTED)
                 if candidate.num_dropped:  # drafts beyond the end
                     keep_first(output, num_kept)
-                if candidate.end_reason is None:
-                    self.finish_requests(output.request_id, RequestStatus.FINISHED_ABORTED)
+                if goes_on or candidate.num_dropped:
                     # The API process finds the string itself and turns this into finish reason `stop`.
                     # STOP here would make its detokenizer drop the last token.
                     output.finish_reason = FinishReason.ABORT
@@ -555,7 +559,7 @@ class GroupSchedulerMixin:
             parts=self.group_steps.notes(id, group),
             ended_by_itself=candidate.end_reason == "stop",
             is_replaced=group.is_replaced(id.index),
-            num_preemptions=candidate.request.num_preemptions,
+            num_preemptions=candidate.num_preemptions,
             error=candidate.error,
         )
 

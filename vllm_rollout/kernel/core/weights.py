@@ -63,7 +63,8 @@ class Weights:
         for request in self._scheduler.requests.values():
             if not self._is_ours(request):
                 continue
-            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            has_begun = request.num_computed_tokens > 0  # also one that waits for more of its prompt
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and not has_begun:
                 salt(request, self._salt)
             else:
                 self._isolate(request)

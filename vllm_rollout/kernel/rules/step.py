@@ -203,6 +203,8 @@ class GroupSteps:
         """Indices of candidates that were given up, by group."""
         self._capped: dict[str, Group] = {}
         """Groups with a length cap and a running candidate."""
+        self._forgotten: list[str] = []
+        """Groups that waited for siblings and made place for others in this step."""
         self._contains = contains
         self._contained = (Exception,) if contains else ()
         self._broken: dict[str, Exception] = {}
@@ -397,6 +399,7 @@ class GroupSteps:
             for group_id, group in self._touched.items()
             if self.alone(group_id, self._release, group_id, group, now_s)
         )
+        over, self._forgotten = (*over, *self._forgotten), []
         self._ended, self._touched = [], {}
         self._cancelled.clear()
         self._given_up.clear()
@@ -474,8 +477,8 @@ class GroupSteps:
             return False  # it waited, and others took its place
         if group.over:
             self._table.remove(group_id)
-        elif not group.num_running:
-            self._table.wait(group_id, now_s)
+        elif not group.num_running and (forgotten := self._table.wait(group_id, now_s)) is not None:
+            self._forgotten.append(forgotten)
         return group.over
 
     def _disagreement(self, terms: GroupTerms, others: GroupTerms) -> str:

@@ -11,6 +11,7 @@ from multiprocessing import parent_process
 import torch
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.on_cpu import this_cpu
 
 
@@ -19,6 +20,6 @@ class CpuExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         if parent_process() is not None:  # else it is a trainer's own process, which sets its own threads
-            num_engines = self.parallel_config.data_parallel_size_local
-            torch.set_num_threads(max(1, this_cpu().num_cores // num_engines))
+            num_ranks = ServeOptions.of(self.vllm_config).num_local_ranks
+            torch.set_num_threads(max(1, this_cpu().num_cores // num_ranks))
         super()._init_executor()

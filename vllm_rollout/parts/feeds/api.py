@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from vllm_rollout.kernel.api.engine import VLLMEngine
+from vllm_rollout.kernel.api.open_paths import keyless_namespace
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.parts.feeds.http.service import FeedService
@@ -24,7 +25,7 @@ class FeedsApi(ApiPart):
 
     async def start(self, settings: Namespace) -> None:
         if settings.rollout_state is not None and not self._engine.client.client_index:
-            self._store = FeedStore(Path(settings.rollout_state) / FEEDS)
+            self._store = FeedStore(Path(settings.rollout_state) / FEEDS, keyless=keyless_namespace(settings))
 
     def serve(self, app: FastAPI) -> None:
         client = self._engine.client

@@ -46,6 +46,7 @@ class MovedCandidate:
     """Tokens that wait for others to fill a message."""
     weights: list[tuple[int, int]]
     """Pairs of first output token and number of the weights change. All engine cores count the same changes."""
+    num_preemptions: int
     state: WorkerState | None
     """None if the candidate has no output tokens."""
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from vllm_rollout.kernel.api.engine import VLLMEngine
-from vllm_rollout.kernel.api.open_paths import keys_of
-from vllm_rollout.kernel.http.clients import namespace_of
+from vllm_rollout.kernel.api.open_paths import keyless_namespace
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.parts.rounds.http.service import RunService
 from vllm_rollout.parts.rounds.http.store import RUNS, RunStore
@@ -28,9 +27,7 @@ class RoundsApi(ApiPart):
 
     async def start(self, settings: Namespace) -> None:
         if settings.rollout_state is not None and not self._engine.client.client_index:
-            keys = keys_of(settings)
-            keyless = namespace_of(f"Bearer {keys[0]}") if keys else ""
-            self._store = RunStore(Path(settings.rollout_state) / RUNS, keyless=keyless)
+            self._store = RunStore(Path(settings.rollout_state) / RUNS, keyless=keyless_namespace(settings))
 
     def serve(self, app: FastAPI) -> None:
         client = self._engine.client

@@ -136,6 +136,7 @@ class SessionRace:
         self.active_s = now_s
         if self.is_over:
             self._group.settle()
+            self._group.give_up([session.index])  # a group that pruning left with fewer is over, and not closed
             self._lose([session.index])
         return session
 

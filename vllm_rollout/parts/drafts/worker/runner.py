@@ -23,7 +23,7 @@ def drafts_of(worker: Any) -> Drafts | None:
         return None
     draft_in(runner)
     if (path := DraftsOptions.of(config).file) is not None and not get_tp_group().rank_in_group:
-        rank = config.parallel_config.data_parallel_rank
+        rank = config.parallel_config.data_parallel_index  # data_parallel_rank is 0 in each rank of a dense model
         drafts.keep_in(DraftsFile(Path(f"{path}-{rank}"), drafts.memory, worker.model_config))
     return drafts
 

@@ -7,6 +7,7 @@ has the same tokens. A step's tokens are known when it is launched, and readable
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -41,6 +42,10 @@ class LaunchedStep(NamedTuple):
     """True if some of its requests were in an earlier step: the device was busy before."""
 
 
+MAX_VOCABULARIES = 64
+"""Vocabularies that are kept, one for each set of stop tokens."""
+
+
 class EmulatedRunner:
     """The requests of one engine. Keeps the same data as vLLM's model runners, without a batch."""
 
@@ -52,7 +57,8 @@ class EmulatedRunner:
         self._vocab_size = vocab_size
         self._marker = marker
         self._requests: dict[str, EmulatedRequest] = {}
-        self._vocabularies: dict[frozenset[int], Vocabulary] = {}
+        self._vocabulary = lru_cache(MAX_VOCABULARIES)(partial(Vocabulary, vocab_size))
+        """The vocabulary beside these stop tokens."""
         self._logprobs: dict[str, Sequence[int] | int] = {}
         """Requested alternatives by request id: token ids, or their number."""
         self._prompt_logprobs: dict[str, tuple[Sequence[int], int]] = {}
@@ -148,9 +154,11 @@ class EmulatedRunner:
     ) -> EmulatedRequest:
         assert params is not None, "an emulated device generates"
         assert prompt_token_ids is not None, "requests without prompt tokens are refused"
-        stops = frozenset(params.all_stop_token_ids) | {params.eos_token_id}
-        if (vocabulary := self._vocabularies.get(stops)) is None:  # type: ignore[arg-type]
-            vocabulary = self._vocabularies[stops] = Vocabulary(self._vocab_size, stops)  # type: ignore[arg-type, index]
+        its_end = frozenset({params.eos_token_id})
+        try:
+            vocabulary = self._vocabulary(its_end | frozenset(params.all_stop_token_ids))
+        except ValueError:  # the client's stop tokens leave nothing to say
+            vocabulary = self._vocabulary(its_end)
         tag = CandidateTag.of(params.extra_args)
         marker = self._marker
         request = EmulatedRequest(request_id, prompt_token_ids, params, self._fates, vocabulary, marker, tag, fate)

@@ -111,7 +111,8 @@ class LiveFeed:
         self._context.run(act_for, namespace)
         state, rule = stored.state, self.rule
         self.created = stored.created
-        self.queue.num_put, self.num_batches = state["num_put"], state["num_batches"]
+        last = stored.prompts[-1].turn if stored.prompts else -1  # prompts are written without the numbers
+        self.queue.num_put, self.num_batches = max(state["num_put"], last + 1), state["num_batches"]
         rule.version, rule.num_used = state["version"], state["num_used"]
         self.is_held = True
         for turn, body, born, fields, group, packed in stored.prompts:

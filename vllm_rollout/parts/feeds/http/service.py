@@ -117,9 +117,10 @@ class FeedService:
         found = self._find(id)
         del self._feeds[_name(id)]
         self._share()
-        await found.feed.close()
-        async with found.putting:
+        try:
             await found.feed.kept.deleted()
+        finally:
+            await found.feed.close()
 
     async def put(self, id: str, request: PutRequest) -> FeedAnswer:
         """Add prompts. Raises: RequestError, 507 if too many wait."""
@@ -132,6 +133,7 @@ class FeedService:
                 prompts = found.feed.checked(request.prompts)
                 self._check_room(prompts)
                 await found.feed.kept.put(key, ((each.turn, as_json(each.prompt)) for each in prompts))
+                self._check_there(id, found)
                 found.feed.put(prompts)
                 if key is not None:
                     found.puts.add(key)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.private_database import open_database
+from vllm_rollout.private_database import give_unowned, open_database
 
 FEEDS = "feeds.sqlite"
 """File in the folder of --rollout-state."""
@@ -76,14 +76,20 @@ class StoredFeed(NamedTuple):
 class FeedStore:
     """All feeds of one server."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises: RuntimeError for a file that cannot be read or written."""
+    def __init__(self, path: Path, *, keyless: str = "") -> None:
+        """`keyless`: the namespace that gets feeds which were made without a key. Empty: these feeds stay without one.
+
+        Raises: RuntimeError for a file that cannot be read or written.
+        """
         self._path = path
         try:
             self._database = open_database(path, FORMAT)
             self._database.executescript(SCHEMA)
             self._database.execute(f"PRAGMA user_version = {FORMAT}")
-        except (sqlite3.Error, ValueError) as error:
+            if keyless:
+                with self._transaction():
+                    give_unowned(self._database, {**dict.fromkeys(TABLES, "feed"), "feeds": "name"}, keyless)
+        except (sqlite3.Error, ValueError, RequestError) as error:
             raise RuntimeError(f"{path} cannot be used for feeds ({error}). Move it away, then start again.") from error
 
     def create(
@@ -107,7 +113,7 @@ class FeedStore:
                 run("INSERT INTO prompts (feed, turn, body) VALUES (?, ?, ?)", (name, turn, body))
                 last = turn
             if key is not None:
-                run("INSERT INTO keys VALUES (?, 'put', ?, ?)", (name, key, last))
+                run("REPLACE INTO keys VALUES (?, 'put', ?, ?)", (name, key, last))
 
     def completed(self, name: str, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
         values = (born, json.dumps(fields), zlib.compress(group, 1), name, turn)
@@ -138,13 +144,13 @@ class FeedStore:
     def take(
         self, name: str, turns: list[int], number: int, key: str, body: bytes, num_kept: int, state: Mapping[str, Any]
     ) -> None:
-        """Keep a batch's answer in place of its groups. `number`: of the batch."""
+        """Keep a batch's answer in place of its groups. `number`: of the batch. It may be written twice."""
         with self._transaction() as run:
             for turn in turns:
                 run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
             run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name))
-            run("INSERT INTO keys VALUES (?, 'batch', ?, ?)", (name, key, number))
-            run("INSERT INTO answers VALUES (?, ?, ?, ?)", (name, number, key, zlib.compress(body, 1)))
+            run("REPLACE INTO keys VALUES (?, 'batch', ?, ?)", (name, key, number))
+            run("REPLACE INTO answers VALUES (?, ?, ?, ?)", (name, number, key, zlib.compress(body, 1)))
             run("DELETE FROM answers WHERE feed = ? AND number <= ?", (name, number - num_kept))
 
     def load(self) -> list[StoredFeed]:

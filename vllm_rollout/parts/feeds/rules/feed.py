@@ -125,7 +125,8 @@ class Feed:
         is_last = drain and not self.running
         if (len(oldest) < self.terms.batch and not is_last) or not self._may_take(oldest):
             return None
-        self.num_used += self.terms.batch
+        if oldest:  # else no update follows
+            self.num_used += self.terms.batch
         born = {number: self._pop_complete(number) for number in oldest}
         return [TakenGroup(number, at, self.version - at) for number, at in born.items()]
 

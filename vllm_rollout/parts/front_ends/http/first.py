@@ -97,13 +97,8 @@ class FirstProcess:
         )
         try:
             response = await self._transport.handle_async_request(request)
-        except httpx.ConnectError:
-            error = RequestError(
-                "the process of this server that has sessions and runs does not answer yet. Try again.",
-                status=HTTPStatus.SERVICE_UNAVAILABLE,
-                retry_after_s=1,
-            )
-            await error_response(error)(scope, _nothing, send)
+        except httpx.TransportError as error:
+            await error_response(_unanswered(error))(scope, _nothing, send)
             return
         except ClientDisconnect:
             return
@@ -115,6 +110,21 @@ class FirstProcess:
             await send({"type": "http.response.body", "body": b""})
         finally:
             await response.aclose()
+
+
+def _unanswered(error: httpx.TransportError) -> RequestError:
+    """The reason why the first process has not answered, for the client."""
+    if isinstance(error, httpx.ConnectError):
+        return RequestError(
+            "the process of this server that has sessions and runs does not answer yet. Try again.",
+            status=HTTPStatus.SERVICE_UNAVAILABLE,
+            retry_after_s=1,
+        )
+    return RequestError(
+        "the process of this server that has sessions and runs ended amid the request. Look at what the request has "
+        "done, or repeat it with its idempotency_key.",
+        status=HTTPStatus.BAD_GATEWAY,
+    )
 
 
 class HandOn:

@@ -241,6 +241,7 @@ class GroupMoves(CorePart):
                 passes_next=candidate.held.passes_next,
                 held=candidate.held.copy(candidate.request.request_id),
                 weights=candidate.weights,
+                num_preemptions=candidate.num_preemptions,
                 state=None,
             )
             for candidate in candidates
@@ -268,7 +269,7 @@ class GroupMoves(CorePart):
             for request, moved in zip(requests, parcel.candidates, strict=True):
                 candidate = EngineCandidate(request, moved.output_interval)
                 candidate.held.attach(moved.held, passes_next=moved.passes_next)
-                candidate.weights = [*moved.weights]
+                candidate.weights, candidate.num_preemptions = [*moved.weights], moved.num_preemptions
                 taken.append(candidate)
                 groups.attach(candidate, CandidateId(group_id, moved.index), group)
                 core.add_request(request, ANY_WAVE)
@@ -285,7 +286,7 @@ class GroupMoves(CorePart):
         if moved.output_token_ids:
             request.append_output_token_ids(moved.output_token_ids)
             request.status = RequestStatus.PREEMPTED
-            request.num_preemptions = 1  # not counted: for vLLM it means that this is no first prefill
+            request.num_preemptions = 1  # for vLLM it means that this is no first prefill
             request.prefill_stats = None  # they were sent with its first token
         return request
 
@@ -300,7 +301,9 @@ def move_refusal(request: Request) -> str | None:
         return "its grammar has a state of its own"
     if request.resumable:
         return "its prompt is not over"
-    if request.kv_transfer_params is not None:
+    if request.kv_transfer_params is not None or (
+        request.status == RequestStatus.WAITING and request.num_computed_tokens
+    ):
         return "its KV cache comes from elsewhere"
     return None
 
@@ -326,6 +329,7 @@ def stop(groups: MovableGroups, scheduler: Scheduler, requests: Sequence[Request
     for request in running:
         num_events = len(request.events)
         groups.preempt(request)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         del request.events[num_events:]
     scheduler.waiting.remove_requests(requests)
     leave_deferred(scheduler, requests)

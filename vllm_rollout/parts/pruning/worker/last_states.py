@@ -64,7 +64,7 @@ class LastStates:
             self._states = torch.zeros(shape, dtype=states.dtype, device=states.device)
         self._states[device_slots, device_positions % self.num_kept] = states
         is_first = self._first[slots] == NONE_YET
-        self._first[slots[is_first]] = positions[is_first]
+        self._first[slots[is_first][::-1]] = positions[is_first][::-1]  # of several tokens in a slot the first one
         self._newest[slots] = positions
 
     def end(self, slot: int, request_id: str) -> None:

@@ -9,9 +9,10 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
+from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -46,7 +47,7 @@ class AnswerGrader:
         self._generate = generate
 
     def claim(self, asked: AskedRequest) -> AsyncGenerator[RequestOutput, None] | None:
-        """Graded outputs. None for a request without a reward. Raises: VLLMValidationError."""
+        """Graded outputs. None for a request without a reward. Raises: VLLMValidationError, GracefulHTTPError."""
         if REWARD not in asked.fields:
             return None
         refuse_on_open_path(asked.fields)
@@ -55,7 +56,7 @@ class AnswerGrader:
         return self._graded(outputs, options, asked.fields, asked.id)
 
     def _options(self, xargs: Mapping[str, Any], params: SamplingParams) -> RewardOptions:
-        """Reward options of a request. Raises: VLLMValidationError."""
+        """Reward options of a request. Raises: VLLMValidationError, GracefulHTTPError if too many wait for grades."""
         if not isinstance(name := xargs[REWARD], str) or not name:
             raise _invalid(REWARD, f"must be the name of a reward, got {name!r:.100}.")
         if params.output_kind != RequestOutputKind.FINAL_ONLY:
@@ -64,7 +65,9 @@ class AnswerGrader:
         try:
             self._grading.check(options, params.n)
         except RequestError as error:
-            raise _invalid(REWARD, str(error)) from error
+            if error.status == HTTPStatus.BAD_REQUEST:
+                raise _invalid(REWARD, str(error)) from error
+            raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
         return options
 
     async def _graded(
@@ -123,7 +126,7 @@ def _data_of(xargs: Mapping[str, Any]) -> Any:
     """The request's `rollout_data`. `vllm_xargs` takes no objects, so a text that is JSON is parsed."""
     data = xargs.get(DATA)
     if isinstance(data, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return json.loads(data)
     return data
 

@@ -36,7 +36,7 @@ from vllm_rollout.parts.rounds.http.stored import (
 )
 from vllm_rollout.parts.rounds.rules.rounds import EntryOutcome, OpenRound, Run, RunTerms
 from vllm_rollout.parts.rounds.rules.rounds_state import run_to_state
-from vllm_rollout.private_database import open_database
+from vllm_rollout.private_database import give_unowned, open_database
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
@@ -108,18 +108,8 @@ class RunStore:
                 for statement in SCHEMA.split(";"):
                     self._db.execute(statement)
                 if keyless:
-                    self._give(keyless)
+                    give_unowned(self._db, {table: _column(table) for table in reversed(TABLES)}, keyless)
                 self._db.execute(f"PRAGMA user_version = {FORMAT}")
-
-    def _give(self, namespace: str) -> None:
-        """Move runs that were made without a key into this namespace, except those whose id it already has."""
-        for table in reversed(TABLES):  # `runs` last: by it the others tell which ones they are
-            column = _column(table)
-            self._db.execute(
-                f"UPDATE {table} SET {column} = :their || '/' || {column} WHERE instr({column}, '/') = 0 "
-                f"AND NOT EXISTS (SELECT 1 FROM runs AS r WHERE r.id = :their || '/' || {table}.{column})",
-                {"their": namespace},
-            )
 
     @property
     def is_durable(self) -> bool:

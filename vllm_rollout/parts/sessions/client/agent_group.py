@@ -284,7 +284,7 @@ class RunningGroup:
         """
         for id in self._calls.keys() - selected:
             self._stop(id)
-        lasting = {self._calls[id]: id for id in selected} | dict.fromkeys(self._turns, "")
+        lasting = {self._calls[id]: id for id in selected if id in self._calls} | dict.fromkeys(self._turns, "")
         if lasting:
             timeout_s = self._its.body.get("idle_timeout_s") or SessionLimits().idle_timeout_s
             _, late = await asyncio.wait(lasting, timeout=timeout_s)

@@ -130,7 +130,7 @@ def names_a_folder(body: bytes) -> bool:
     """True if a body of /update_weights is prime-rl's."""
     try:
         fields: Any = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(fields, dict) and "weight_dir" in fields and "update_info" not in fields
 

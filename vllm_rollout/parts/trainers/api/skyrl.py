@@ -66,7 +66,7 @@ def query_of(body: bytes) -> bytes | None:
     """The body's field as a query, or None if it is missing."""
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict) or FIELD not in fields:
         return None

@@ -22,6 +22,7 @@ from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError,
 from vllm_rollout.kernel.http.answers import ErrorEvent
 from vllm_rollout.parts.feeds.with_sessions.http.answers import HarnessEvent, SessionFeedEvent
 from vllm_rollout.parts.sessions.client.agent_group import RunAgent, RunningGroup, Shared
+from vllm_rollout.parts.sessions.client.agent_session import AgentSession
 from vllm_rollout.parts.sessions.client.agents import MAX_CONCURRENT
 from vllm_rollout.parts.sessions.http.body import DeclaredEvent, GroupOverEvent
 
@@ -37,17 +38,32 @@ _EVENT: TypeAdapter[SessionFeedEvent | ErrorEvent] = TypeAdapter(
 class FeedGroup(RunningGroup):
     """Runs the sessions of one group, which the feed has declared."""
 
-    async def run(self, to_begin: Iterable[str]) -> None:
-        """Run the group. The harness passes events to `hear`.
+    async def run(self, to_begin: Iterable[str], left_behind: Iterable[str] = ()) -> None:
+        """Run the group. The harness passes events to `hear`. `left_behind`: sessions whose calls have ended without
+        the server's knowledge. Others replace them.
 
         Raises: RolloutError, and what a function raised that is no Exception.
         """
         try:
+            for id in left_behind:
+                await self._make_void(id)
             self._begin(to_begin)
             over: GroupOverEvent = await self._is_over
             await self._see_out(over.selected)
         finally:
             await self._left()
+
+    @property
+    def session_ids(self) -> list[str]:
+        return [*self._sessions]
+
+    async def _make_void(self, id: str) -> None:
+        session = AgentSession(self._client, id, self._prompt, 0, self._its.calls)
+        try:
+            await session.end({"void": True})
+        except RolloutError as error:
+            if error.status not in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):  # else it has ended
+                raise
 
 
 class _Harness:
@@ -57,6 +73,8 @@ class _Harness:
         self._its, self._path = its, f"/v1/feeds/{feed_id}/events?harness={uuid.uuid4().hex}"
         self._groups: dict[str, FeedGroup] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._left_behind: dict[str, list[str]] = {}
+        """Sessions of groups that begin again, by group."""
         self._reading: asyncio.Task[None] | None = None
         """Reads the stream of events."""
         self._heard_s: float | None = None
@@ -115,13 +133,16 @@ class _Harness:
     def _declared(self, event: DeclaredEvent) -> None:
         id = event.group_id
         group = self._groups[id] = FeedGroup(self._its, 0, event.prompt, id)  # a feed's groups have no position
-        task = self._tasks[id] = begin(group.run(event.to_begin))
-        task.add_done_callback(lambda task: self._ended(id, task))
+        left_behind = self._left_behind.pop(id, [])
+        task = self._tasks[id] = begin(group.run(event.to_begin, left_behind))
+        task.add_done_callback(lambda task: self._ended(id, task, left_behind))
 
-    def _ended(self, id: str, task: asyncio.Task[None]) -> None:
-        del self._groups[id], self._tasks[id]
+    def _ended(self, id: str, task: asyncio.Task[None], left_behind: Iterable[str]) -> None:
+        group = self._groups.pop(id)
+        del self._tasks[id]
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):  # its feed declares it again if it is not over
+            self._left_behind[id] = [*left_behind, *group.session_ids]
             logger.warning("group %s of a feed begins again: %r", id, error)
             if self._reading is not None:
                 self._reading.cancel()

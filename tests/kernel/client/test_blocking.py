@@ -1,0 +1,45 @@
+"""Async code that a sync client runs in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import wait_until
+from vllm_rollout.kernel.client.blocking import LoopThread, _items
+
+
+def test_an_interrupt_is_raised_once_what_it_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C in a loop over a stream, whose connection takes a while to close."""
+    waits, events = threading.Event(), []
+
+    async def source() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+            waits.set()
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            events.append("closed")
+
+    result = Future.result
+
+    def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
+        if waits.wait(0.2) and not events:
+            raise KeyboardInterrupt
+        return result(future, timeout)
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    thread = LoopThread()
+    items = _items(source(), thread.finished)
+    assert next(items) == 1
+    with pytest.raises(KeyboardInterrupt):
+        next(items)
+    assert events == ["closed"]
+    thread.close()
+    wait_until(lambda: not thread._thread.is_alive())
