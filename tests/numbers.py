@@ -28,7 +28,7 @@ from benchmarks.gpu_check.kernels import WANTED_SHARE
 from conformance.gain import AT_ONCE_PROMPTS, GRADE_S
 
 ROOT = Path(__file__).parents[1]
-NAMES = re.compile(r"H200|SmolLM2-135M|Qwen2\.5-Coder-0\.5B|\b\d+(?:\.\d)?[BM]\b|0\.9 M\b|Eq\. \d")
+NAMES = re.compile(r"H200|Qwen3-8B|SmolLM2-135M|Qwen2\.5-Coder-0\.5B|\b\d+(?:\.\d)?[BM]\b|0\.9 M\b|Eq\. \d")
 NUMBER = re.compile(r"[-−+]?\d+(?:,\d{3})*(?:\.\d+)?")
 RACE = "race, first 8 of 16"
 PLAIN = "waiting for all of 8"
@@ -356,8 +356,8 @@ README: Sequence[Quoted] = (
            lambda it: f"{of_ideal(it, 2048)} {of_ideal(it, 2048, 'stream')} {step_ms(it):.0f} {seeds(it)} "
                       f"{of_ideal(it, 2048, 'rust-close')}"),
     Quoted("TRL in one process, 16 prompts", "TRL without spare candidates", "conformance/results/trl",
-           lambda it: f"{gain(it, 'step_rewarded', COLOCATED)} {runs_of_gain(it)} "
-                      f"{gain(it, 'step_spares', COLOCATED)} {GRADE_S}"),
+           lambda it: f"{gain(it, 'step_rewarded', COLOCATED)} {runs_of_gain(it)} {GRADE_S} "
+                      f"{gain(it, 'step_spares', COLOCATED)}"),
     Quoted("learning to a success rate of 0.60", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'race').split()[0]} {len(arm(it, 'race')['seeds'])} "
                       f"{sooner(it, 'race', 'long is right').split()[0]}"),
@@ -409,7 +409,8 @@ RESULTS: Sequence[Quoted] = (
            + f" {it['phases']['evaluate']['overview']['num_prompts']} {it['phases']['learn']['num_labels']:,}"),
     Quoted("the shortest 8 of 16", "n=8, all awaited", ("shaping", "shaping_8"),
            lambda it, many: f"{it['ways'][SHORTEST]['speed_up']:.1f} {it['sizes']['prompts']} {len(it['repeats'])} "
-                            f"{many['sizes']['prompts']} {max(w['speed_up'] for w in many['ways'].values()):.1f}"),
+                            f"{many['sizes']['prompts']} {max(w['speed_up'] for w in many['ways'].values()):.1f} "
+                            f"{many['sizes']['group_size']} {many['ways']['early_stop']['candidates_per_prompt']:.0f}"),
     Quoted("rounds, tails batched by the server", "rounds that wait for all", "rounds",
            lambda it: f"{it['ways']['run']['speed_up']:.1f} {it['sizes']['repeats']} "
                       f"{it['ways']['client']['speed_up']:.1f}"),

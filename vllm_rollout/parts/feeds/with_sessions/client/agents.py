@@ -45,9 +45,10 @@ class FeedGroup(RunningGroup):
         Raises: RolloutError, and what a function raised that is no Exception.
         """
         try:
-            for id in left_behind:
+            new = [*to_begin]
+            for id in set(left_behind).difference(new):
                 await self._make_void(id)
-            self._begin(to_begin)
+            self._begin(new)
             over: GroupOverEvent = await self._is_over
             await self._see_out(over.selected)
         finally:
@@ -124,6 +125,7 @@ class _Harness:
         if isinstance(event, HarnessEvent):
             for id in self._tasks.keys() - event.groups:
                 cancel(self._tasks[id])
+            self._left_behind = {id: its for id, its in self._left_behind.items() if id in event.groups}
         elif isinstance(event, DeclaredEvent):
             if event.group_id not in self._groups:
                 self._declared(event)
