@@ -56,6 +56,18 @@ def spawn(work: Coroutine[Any, Any, object], name: str, among: set[asyncio.Task[
 
 
 @contextmanager
+def outside_of_loops() -> Iterator[None]:
+    """Let code wait that runs a loop of its own, amid a running one, as in a notebook. The running loop stands still
+    meanwhile, as with any code that does not yield."""
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
+
+
+@contextmanager
 def survived(name: str) -> Iterator[None]:
     """Log and count an exception of one turn of a loop, so that the loop goes on.
 

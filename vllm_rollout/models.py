@@ -113,8 +113,10 @@ def is_fetched(name: str) -> bool:
 
 
 def resolve(name_or_path: str) -> str:
-    """Local path of a catalogue model, fetched if needed. Any other name or path is returned unchanged."""
-    return str(fetch(name_or_path)) if name_or_path in _CATALOGUE else name_or_path
+    """Local path of a catalogue model, fetched if needed. Any other name or path is returned unchanged, and a folder of
+    such a name."""
+    is_known = name_or_path in _CATALOGUE and not Path(name_or_path).is_dir()
+    return str(fetch(name_or_path)) if is_known else name_or_path
 
 
 def room_bytes(name: str) -> int:

@@ -43,6 +43,7 @@ class Lease:
         self.record = Record(folder / "lease.jsonl")
         self._ends_at = time.monotonic() + seconds
         self._estimates = estimates
+        self._slack = 1 if device == "cuda" else 10  # estimates are of one CPU, and others are slower
         self._models = Models(folder / "models", small=device == "cpu")
         self._engines: dict[str, Engine] = {}
         self._imported: set[str] = set() if imports_vllm else {"vllm"}
@@ -84,7 +85,7 @@ class Lease:
             self._keep(piece.engines)
             self._start(missing)
             started = time.monotonic()  # a piece's seconds are its own
-            status, reason = self._fork(name, min(self._estimates.limit(name), self.seconds_left))
+            status, reason = self._fork(name, min(self._slack * self._estimates.limit(name), self.seconds_left))
         except CudaTouched:
             raise
         except (ImportError, EngineError, RuntimeError) as error:
@@ -116,7 +117,7 @@ class Lease:
         for name in names:
             settings = ENGINES[name] if self.device == "cuda" else rehearsed(ENGINES[name])
             self._engines[name] = Engine(settings, self._models.path(settings.model), self._log.descriptor)
-        limit_s = max(60.0, 3 * self._estimates.starts(names))
+        limit_s = self._slack * max(60.0, 3 * self._estimates.starts(names))
         for name in names:
             self._engines[name].wait_until_ready(max(0.0, min(limit_s, self.seconds_left)))
             self.record.write("start", engine=name, seconds=round(time.monotonic() - begun, 2))

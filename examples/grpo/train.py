@@ -33,6 +33,7 @@ CLIP_NORM, WARMUP_STEPS = 1.0, 5  # Adam's first steps are all sign
 MOST_IDLE_STEPS, MOST_ASKS = 10, 4  # steps in a row without a gradient, then an error; requests in a step of DAPO
 LARGEST_DIFFERENCE = 0.1  # mean distance of log probabilities, in nats: from there on the server has other weights
 STARTING = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)  # or a proxy without it
+STARTING += (HTTPStatus.PRECONDITION_FAILED,)  # it has started anew, with its first weights
 NOT_TERMS = {"output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience"}  # may change
 NOT_TERMS |= {"lr", "micro_tokens", "nccl"}
 
@@ -85,6 +86,7 @@ class Training:
         self.restore()
         write_line(self.record, {"kind": "start", **self.said})
         self.persist(self.prepare_server)
+        self.save()  # the names of its feed and its weights
         while self.progress.step < self.args.steps:
             if self.progress.step % self.args.evaluate_every == 0:
                 self.persist(self.evaluate)
@@ -99,6 +101,9 @@ class Training:
             self.say(step)
             self.save()
         self.persist(self.evaluate)
+        if self.feed:
+            with suppress(RolloutError):  # the server was lost, and the feed with it
+                self.feed.delete()
 
     def roll_out_and_learn(self) -> Step:
         """Run a step, except for sending its weights to the server. The step can be repeated until its last lines."""

@@ -153,19 +153,11 @@ def test_any_api_process_goes_on_with_a_run(server: Server) -> None:
     del server.http.headers["connection"]
 
 
-def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(server: Server) -> None:
-    """Last: nothing tells when the engine is rid of those it had let in, whose tokens would be taken for others'."""
-    body = {"prompts": [{"prompt": "hello"}], "group_size": 40, "redundancy": 40}
-    # None of those let in ends and makes room while the others come.
-    body["sampling_params"] = {"max_tokens": 900, "ignore_eos": True}
-    response = server.http.post("/v1/rollouts", json=body)
-    assert response.status_code == 503
-    assert response.json()["error"]["message"]
-
-
 def test_a_feed_stops_its_groups_on_both_ranks_at_an_update_and_they_go_on(server: Server) -> None:
     sampling = {"max_tokens": 900, "min_tokens": 900, "seed": 3}
     terms = {"max_staleness": 1, "on_update": "stop", "on_stale": "defer", "sampling_params": sampling}
+    server.wait_until(lambda: server.num_in_engine == 0)
+    time.sleep(2 * LATE_S)
     before = tokens_by_rank(server)
     with RolloutClient(server.url) as client, client.feed(2, 4, id="ranks", **terms) as feed:
         feed.put({"id": f"q{i}", "prompt_token_ids": [20 + i, 30, 40]} for i in range(4))
@@ -179,3 +171,13 @@ def test_a_feed_stops_its_groups_on_both_ranks_at_an_update_and_they_go_on(serve
     for trajectory in (each for group in batch.groups for each in group.trajectories):
         assert [span["version"] for span in trajectory.weight_versions][-1] == "ranks-1"
         assert 0 < trajectory.num_resumed_tokens < trajectory.num_tokens == 900
+
+
+def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(server: Server) -> None:
+    """Last: nothing tells when the engine is rid of those it had let in, whose tokens would be taken for others'."""
+    body = {"prompts": [{"prompt": "hello"}], "group_size": 40, "redundancy": 40}
+    # None of those let in ends and makes room while the others come.
+    body["sampling_params"] = {"max_tokens": 900, "ignore_eos": True}
+    response = server.http.post("/v1/rollouts", json=body)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"]

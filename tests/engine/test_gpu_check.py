@@ -21,7 +21,7 @@ from tests.support.waiting import wait_until
 from vllm_rollout.parts.shaping.profile_file import Profile
 
 ROOT = Path(__file__).parents[2]
-REHEARSAL_S = 900
+REHEARSAL_S = 1800
 KNOWN_OPTIONS = {field.name for field in fields(EngineArgs)}
 KNOWN_VARIABLES = {*vllm.envs.environment_variables, "CUDA_LAUNCH_BLOCKING"}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from tests.engine.conftest import TIMEOUT_S, Server, lives, serve_command
 from vllm_rollout.parts.rewards.grading import Grade, Trajectory
@@ -48,7 +49,7 @@ def test_a_judge_beside_a_server(tiny_model, tmp_path, monkeypatch) -> None:
         first, second = [token for token in likeliest(engine) if token][:2]
         likely, unlikely = (graded(TEXT, choices={first: a, second: 1 - a}) for a in (1, 0))
         assert likely.status == "ok", likely.reason
-        assert likely.reward + unlikely.reward == 1
+        assert likely.reward + unlikely.reward == pytest.approx(1)
         assert 1 > likely.reward > 0
         spoken = graded(TEXT, pattern=r"(?s)(.+)", values={"never": 1})
         assert "is none of never" in spoken.reason

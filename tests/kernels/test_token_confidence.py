@@ -17,6 +17,7 @@ from tests.kernels.token_confidence_cases import (
     whole,
     with_masked_entries,
 )
+from tests.support.waiting import WAIT_S
 from vllm_rollout.parts.observing.tracker.dispatch import active_implementation
 from vllm_rollout.parts.observing.tracker.ops import token_confidence
 from vllm_rollout.parts.observing.tracker.reference import token_confidence_reference
@@ -174,4 +175,4 @@ def test_importing_the_package_loads_neither_torch_nor_vllm_and_the_tracker_not_
         active_implementation("cpu")
         assert not {"triton", "vllm"} & sys.modules.keys()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=WAIT_S)

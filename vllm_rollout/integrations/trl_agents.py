@@ -23,7 +23,8 @@ from typing import Any
 from typing_extensions import Unpack
 
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.integrations.trl_rows import columns_by_prompt, runs_of, sampling_of, seeded, with_columns
+from vllm_rollout.background import outside_of_loops
+from vllm_rollout.integrations.trl_rows import Columns, runs_of, sampling_of, seeded, with_columns
 from vllm_rollout.integrations.whole import whole
 from vllm_rollout.kernel.client.connection import DEFAULT_URL
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, AgentResult
@@ -53,7 +54,7 @@ class TRLAgents:
         self._threads = ThreadPoolExecutor(max_concurrent, "tools")
         """Runs tools. asyncio's own executor would wait for the tools of conversations that lost."""
         self._rendering: Rendering | None = None
-        self._columns: dict[bool, dict[str, Any]] = {}
+        self._columns = Columns()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """Called by TRL as its `rollout_func`: one completion per prompt, in the order of the prompts.
@@ -66,8 +67,10 @@ class TRLAgents:
                 "the trainer has tools or an environment_factory beside this rollout_func: TRL would then train on the "
                 "tools' words. Give environment_factory to TRLAgents only."
             )
+        trainer.accelerator.wait_for_everyone()  # TRL's main process may still send weights
         self._rendering = self._rendering or Rendering(trainer, tools_of(self._factory()))
-        rows = asyncio.run(self._rows(prompts, trainer))
+        with outside_of_loops():
+            rows = asyncio.run(self._rows(prompts, trainer))
         return {field: [row[field] for row in rows] for field in rows[0]}
 
     @staticmethod
@@ -77,10 +80,8 @@ class TRLAgents:
 
     async def _rows(self, prompts: Sequence[Any], trainer: Any) -> list[dict[str, Any]]:
         training = trainer.model.training
-        if training not in self._columns:
-            self._columns[training] = columns_by_prompt(trainer.train_dataset if training else trainer.eval_dataset)
         runs = runs_of(prompts, trainer.num_generations if training else trainer.num_generations_eval)
-        known = with_columns([prompt for prompt, _ in runs], self._columns[training])
+        known = with_columns([prompt for prompt, _ in runs], self._columns.of(trainer))
         played: dict[str, Played] = {}
 
         async def run(session: AgentSession) -> float | None:
@@ -90,7 +91,8 @@ class TRLAgents:
         async def race(size: int, client: AsyncRolloutClient) -> list[tuple[int, AgentGroup]]:
             places = [place for place, (_, count) in enumerate(runs) if count == size]
             asked = [known[place] for place in places]
-            groups = client.agents(asked, size, self._redundancy, run=run, **self._options)
+            redundancy = self._redundancy if size == trainer.num_generations else 0  # evaluations wait for all
+            groups = client.agents(asked, size, redundancy, run=run, **self._options)
             return [(places[group.position], whole(group, size)) async for group in groups]
 
         async with AsyncRolloutClient(self._url) as client:

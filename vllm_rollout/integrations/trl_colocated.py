@@ -149,7 +149,7 @@ class colocate:
             return
         rollouts = ColocatedRollouts(engine, redundancy=self._redundancy, **{**self._options, "reward": NAME})
         trainer.rollout_func = rollouts
-        trainer.reward_funcs = [rollouts.graded if each is reward else each for each in trainer.reward_funcs]
+        trainer.reward_funcs = [rollouts.graded if each == reward else each for each in trainer.reward_funcs]
 
 
 class ColocatedRollouts(TRLRollouts):

@@ -33,7 +33,7 @@ from vllm_rollout.integrations.trl_rows import (
     PROMPT,
     REWARD,
     ROLLOUT,
-    columns_by_prompt,
+    Columns,
     rows_of,
     runs_of,
     sampling_of,
@@ -84,8 +84,7 @@ class TRLRollouts:
         self._sampling = dict(options.pop("sampling_params", None) or {})
         included = dict.fromkeys([*(options.get("include") or ()), "logprobs"])  # TRL needs those
         self._options: RolloutOptions = {**options, "include": list(included)}
-        self._columns: dict[bool, dict[str, Any]] = {}
-        """Columns of the data set by prompt. The outer key is True for training, False for evaluation."""
+        self._columns = Columns()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """Called by TRL as its `rollout_func`: one completion per prompt, in the order of the prompts.
@@ -93,16 +92,19 @@ class TRLRollouts:
         Returns columns of `[num_prompts]`. Raises: RolloutError with the server's words. RuntimeError if a group could
         not be completed.
         """
+        trainer.accelerator.wait_for_everyone()  # TRL's main process may still send weights
         training = trainer.model.training
-        num_generations = trainer.num_generations if training else trainer.num_generations_eval
-        runs = runs_of(prompts, num_generations)
+        runs = runs_of(prompts, trainer.num_generations if training else trainer.num_generations_eval)
         asked = self._asked([prompt for prompt, _ in runs], trainer)
         sampling = seeded({**sampling_of(trainer), **self._sampling}, trainer)
 
         def roll_out(size: int) -> list[Placed]:
             places = [place for place, (_, count) in enumerate(runs) if count == size]
             chosen = [asked[place] for place in places]
-            answer = self._client.rollout(chosen, size, self._redundancy, sampling_params=sampling, **self._options)
+            is_whole = size == trainer.num_generations  # else it is of an evaluation, or a part of a group
+            redundancy = self._redundancy if is_whole else 0
+            options: Any = self._options if is_whole else {**self._options, "pruning": None}
+            answer = self._client.rollout(chosen, size, redundancy, sampling_params=sampling, **options)
             return [(place, answer.id, group) for place, group in zip(places, answer.groups, strict=True)]
 
         # Usually one size. Two or three if a group is split between processes.
@@ -117,20 +119,18 @@ class TRLRollouts:
             return [found for part in pool.map(roll_out, sizes) for found in part]
 
     def _asked(self, prompts: Sequence[Any], trainer: Any) -> Sequence[PromptLike]:
-        """Prompts as token ids, by the trainer's tokenizer. If the server grades, chats stay messages, because TRL's
-        reward functions read messages.
+        """Prompts as token ids, by the trainer's tokenizer. If the server grades, it gets the messages of chats too,
+        because TRL's reward functions read messages.
 
         Raises: ValueError for a prompt that is not in the data set.
         """
         token_ids = tokenized(prompts, trainer)
         if self._options.get("reward") is None:
             return token_ids
-        training = trainer.model.training
-        if training not in self._columns:
-            self._columns[training] = columns_by_prompt(trainer.train_dataset if training else trainer.eval_dataset)
+        known = with_columns(prompts, self._columns.of(trainer))
         return [
-            {**({"prompt_token_ids": ids} if isinstance(prompt, str) else {"messages": prompt}), "data": columns}
-            for (prompt, columns), ids in zip(with_columns(prompts, self._columns[training]), token_ids, strict=True)
+            {"prompt_token_ids": ids, **({} if isinstance(prompt, str) else {"messages": prompt}), "data": columns}
+            for (prompt, columns), ids in zip(known, token_ids, strict=True)
         ]
 
     def graded(self, **columns: Any) -> Sequence[float | None]:

@@ -46,6 +46,26 @@ def columns_by_prompt(data_set: Iterable[Mapping[str, Any]] | Mapping[str, Any])
     return columns
 
 
+class Columns:
+    """Columns of a trainer's data sets by prompt, of the newest for training and of the newest for evaluation."""
+
+    def __init__(self) -> None:
+        self._known: dict[bool, tuple[Any, dict[str, dict[str, Any]]]] = {}
+
+    def of(self, trainer: Any) -> dict[str, dict[str, Any]]:
+        """Columns of the data set that is used now. Raises: ValueError without one, and as `columns_by_prompt`."""
+        training = trainer.model.training
+        data_set = trainer.train_dataset if training else trainer.eval_dataset
+        if data_set is None:
+            raise ValueError(
+                "the trainer must have eval_dataset to evaluate with this rollout_func, got None. Give it to the "
+                "trainer, because TRL tells a rollout_func no columns of the data set that evaluate() gets."
+            )
+        if training not in self._known or self._known[training][0] is not data_set:
+            self._known[training] = data_set, columns_by_prompt(data_set)
+        return self._known[training][1]
+
+
 def seeded(sampling: dict[str, Any], trainer: Any) -> dict[str, Any]:
     """Sampling parameters with a different seed per trainer process. Two processes can have parts of one group."""
     process = trainer.accelerator.process_index

@@ -92,7 +92,7 @@ def load_server() -> type:
                 id = f"{request_id}-spare{number}" if number else request_id
                 return await super(RolloutServer, self).generate(prompt_ids, params, id, **kwargs), limit
 
-            key = (tuple(prompt_ids), repr(sorted(sampling_params.items())), kwargs.get("priority"))
+            key = (tuple(prompt_ids), repr(sorted(sampling_params.items())))  # verl may give each sample a priority
             return (await self._spares.answer(key, launch))[0]
 
     return RolloutServer

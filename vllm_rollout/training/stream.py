@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 Normalization = Literal["token", "sample", "group"]
-"""Units of equal weight: tokens of the step, samples (mean over their tokens), or groups (mean over their samples)."""
+"""Units of equal weight: tokens of the step, samples (mean over their tokens), or groups (mean over their tokens)."""
 
 BUCKET_ELEMENTS = 2**26
 """Gradients travel between processes in pieces of about so many numbers, which exist twice meanwhile."""

@@ -464,7 +464,7 @@ class FakeEngine:
         )
 
     def _tokenize(self, prompt: PromptInput) -> list[int]:
-        if prompt.messages is not None:
+        if prompt.messages is not None and prompt.prompt_token_ids is None:
             form = "messages"
             try:
                 text = "".join(f"{message['role']}: {message['content']}\n" for message in prompt.messages)
@@ -475,7 +475,7 @@ class FakeEngine:
                     param=f"prompts.{prompt.id}.messages",
                 ) from error
             token_ids = [ord(c) % VOCAB_SIZE for c in text]
-        elif prompt.prompt is not None:
+        elif prompt.prompt is not None and prompt.prompt_token_ids is None:
             form, token_ids = "prompt", [ord(c) % VOCAB_SIZE for c in prompt.prompt]
         else:
             form, token_ids = "prompt_token_ids", list(prompt.prompt_token_ids or ())

@@ -30,6 +30,10 @@ SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
 def nothing_runs_on():
     """Schemathesis' loop outlives these tests, and would tick as long as a group of sessions is open."""
     yield
+    forget()
+
+
+def forget() -> None:
     for part in APP.state.engine.parts.values():
         part.forget()
 
@@ -52,6 +56,7 @@ def status_is_described(_, response, case) -> None:
 @SCHEMA.exclude(path="/v1/rollouts/watch").parametrize()  # which has no end
 @QUICK
 def test_answers_conform_to_openapi(case):
+    forget()  # else there may be no room for a group of thousands of sessions
     case.call_and_validate(
         checks=[not_a_server_error, response_schema_conformance, content_type_conformance, status_is_described],
         timeout=DEADLINE_S,

@@ -21,6 +21,9 @@ import pytest
 from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.kernel.http.answers import GroupEvent, RestartedEvent, TrajectoryEvent
+from vllm_rollout.parts.fleet import fleet as fleet_module
+from vllm_rollout.parts.moving.http.body import EngineAnswer
+from vllm_rollout.parts.moving.rules.load import DEAD
 
 URLS = [f"http://server{number}:8000" for number in range(4)]
 SUMMARY = {"created": 1, "model": "m", "usage": {}, "timing": {"started_s": []}}
@@ -521,3 +524,56 @@ for client in (RolloutClient, AsyncRolloutClient):
 def test_clients_without_these_parts_lack_their_methods_and_refuse_several_servers():
     left_out = {**os.environ, "VLLM_ROLLOUT_WITHOUT": "fleet,moving"}
     subprocess.run([sys.executable, "-c", WITHOUT], check=True, timeout=WAIT_S, env=left_out)
+
+
+class TwoRanks(FakeServer):
+    """A server of two ranks, of which one may have died, and that may have forgotten its rollouts."""
+
+    rank_died = forgot = False
+    num_posted = 0
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/engines":
+            other = EngineAnswer.of(1, DEAD).model_dump() if self.rank_died else {**self.engine(), "rank": 1}
+            return httpx.Response(200, json={"engines": [self.engine(), other]})
+        if request.url.path.endswith("/rewards"):
+            if self.forgot:
+                error = {"message": "no such rollout", "type": "NotFound", "param": None, "code": 404}
+                return httpx.Response(404, json={"error": error})
+            self.num_posted += len(json.loads(request.content)["rewards"])
+        return await super().answer(request)
+
+
+def fleet_of(servers: list[TwoRanks]) -> AsyncRolloutClient:
+    by_url = dict(zip(URLS, servers, strict=False))
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        return await by_url[f"{request.url.scheme}://{request.url.netloc.decode()}"].answer(request)
+
+    return AsyncRolloutClient(list(by_url), transport=httpx.MockTransport(handle), **FAST)
+
+
+async def test_a_server_that_has_lost_a_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "LOOK_S", 0.0)
+    servers = [TwoRanks(str(i), random.Random(i)) for i in range(2)]
+    async with fleet_of(servers) as client:
+        await client.give_weights(lambda: None, "step-1")
+        servers[0].rank_died = True
+        for _ in range(3):
+            answer = await client.rollout([{"prompt_token_ids": [1]}] * 4, 2)
+            assert [group.status for group in answer.groups] == ["complete"] * 4
+        assert {each.server for each in await client.engines() if each.state == "active"} == {*URLS[:2]}
+        servers[1].rank_died = True
+        assert len((await client.rollout([{"prompt_token_ids": [1]}] * 4, 2)).groups) == 4
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_rewards_reach_the_servers_that_know_their_rollout(which: int) -> None:
+    servers = [TwoRanks(str(i), random.Random(i)) for i in range(2)]
+    async with fleet_of(servers) as client:
+        answer = await client.rollout([{"prompt_token_ids": [1]}] * 4, 2)
+        servers[which].forgot = True
+        rewards = [{"prompt_id": group.prompt_id, "index": 0, "reward": 1.0} for group in answer.groups]
+        counts = (await client.post_rewards(answer.id, rewards)).counts
+        assert counts.unknown == 4 - servers[1 - which].num_posted
+        assert servers[1 - which].num_posted > 0

@@ -197,13 +197,53 @@ def test_each_prompt_may_have_parameters_of_its_own():
 
 def test_whole_groups_have_spares_and_nobody_elses_parameters_change():
     params = SamplingParams(n=4, temperature=1.0, extra_args={"theirs": 1})
-    assert with_spares(params, 8, None).extra_args == {"theirs": 1, "rollout_redundancy": 8}
-    assert with_spares(params, 8, 4).extra_args == {"theirs": 1, "rollout_redundancy": 8}
+    assert with_spares(params, 8, None, 64).extra_args == {"theirs": 1, "rollout_redundancy": 8}
+    assert with_spares(params, 8, 4, 64).extra_args == {"theirs": 1, "rollout_redundancy": 8}
     assert params.extra_args == {"theirs": 1}
     said = SamplingParams(n=4, extra_args={"rollout_redundancy": 0})
     for same in (SAMPLED, said):
-        assert with_spares(same, 8, None) is same
-    assert with_spares(params, 8, 16) is params, "a part of a group"
+        assert with_spares(same, 8, None, 64) is same
+    assert with_spares(params, 8, 16, 64) is params, "a part of a group"
+
+
+def test_a_list_of_token_ids_is_one_prompt_as_in_vllm():
+    assert runs_of([7, 7, 7], SAMPLED, None) is None
+
+
+def test_groups_without_places_for_spares_and_seeded_ones_are_answered_as_stock_does():
+    assert with_spares(SamplingParams(n=8), 8, None, 16).extra_args == {"rollout_redundancy": 8}
+    for params in (SamplingParams(n=9), SamplingParams(n=8, seed=1)):
+        assert with_spares(params, 8, None, 16) is params
+
+
+def test_an_engine_that_names_our_scheduler_is_a_servers(asked, tiny_model):
+    args = EngineArgs(model=tiny_model, scheduler_cls=SCHEDULER_CLS)
+    assert created(lambda given: given, args) is args
+
+
+def test_a_subclass_begins_its_own_method_once(monkeypatch: pytest.MonkeyPatch):
+    heard: list[str] = []
+
+    class Ours:
+        def generate(self, prompt: str) -> str:
+            heard.append(f"ours {prompt}")
+            return prompt
+
+    class Stock:
+        def generate(self, prompt: str) -> str:
+            heard.append(prompt)
+            return prompt
+
+    class Theirs(Stock):
+        def generate(self, prompt: str) -> str:
+            return super().generate(f"<sys>{prompt}")
+
+    monkeypatch.setattr(environment, "become_ours", lambda llm: Ours())
+    monkeypatch.setattr(environment.vllm, "LLM", Stock)
+    Stock.generate = environment._of_ours("generate", Stock.generate)  # type: ignore[method-assign]
+    Theirs().generate("a")
+    Stock().generate("b")
+    assert heard == ["<sys>a", "ours b"]
 
 
 def test_completions_become_rows():

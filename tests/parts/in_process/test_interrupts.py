@@ -274,10 +274,14 @@ def test_parameters_that_are_refused_leave_none_of_those_before_them_and_all_tha
         assert len(llm.wait_for_completion(use_tqdm=False)) == 2
 
 
-def test_inside_a_running_event_loop_nothing_begins_and_the_error_names_the_other_door(llm):
+def test_inside_a_running_event_loop_it_waits_as_vllm_does(llm):
+    """As in a cell of a notebook."""
+
     async def amid() -> None:
-        with pytest.raises(RuntimeError, match="AsyncLLM"):
-            rollout(llm)
+        loop = asyncio.get_running_loop()
+        rollout(llm)
+        assert asyncio.get_running_loop() is loop
+        await asyncio.sleep(0)
 
     asyncio.run(amid())
 

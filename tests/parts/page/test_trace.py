@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.page.recording.file import TraceError, TraceFile, pieces, read_trace
 from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow, reward_row
@@ -263,7 +264,7 @@ def test_several_processes_write_whole_rows_into_the_same_pieces(tmp_path):
     processes = [
         subprocess.Popen([sys.executable, "-c", script, str(path), name, str(1 << 12)]) for name in ("a", "b", "c")
     ]
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert [process.wait(WAIT_S) for process in processes] == [0, 0, 0]
     found = rollouts_in(path)
     assert len(set(found)) == len(found) < 180
     for name in ("a", "b", "c"):

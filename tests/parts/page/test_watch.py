@@ -255,24 +255,32 @@ async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
         await eventually(may_answer.is_set, every_s=0.001)
         return await last_tokens(engine, group_id)
 
+    num_reading, texts = 0, viewers.Viewers.texts
+
+    async def counted(its: viewers.Viewers, *args: Any) -> Any:
+        nonlocal num_reading
+        num_reading += 1
+        return await texts(its, *args)
+
+    monkeypatch.setattr(viewers.Viewers, "texts", counted)
     monkeypatch.setattr(FakeEngine, "last_tokens", slow)
     monkeypatch.setattr(viewers, "TICK_S", 0.05)
-    engine.step_s, engine.lengths = 0.005, dict.fromkeys(range(4), 400)
+    engine.step_s, engine.lengths = 0.005, dict.fromkeys(range(4), 2000)
     with serving(app) as url:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http, watching(url) as viewer:
             await viewer.until(lambda name, _: name == "server")
             answering = asyncio.create_task(
-                http.post("/v1/rollouts", json=body("a", sampling_params={"max_tokens": 400}))
+                http.post("/v1/rollouts", json=body("a", sampling_params={"max_tokens": 2000}))
             )
             row = await viewer.until(lambda name, _: name == "group")
             path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
             leaves, *stay = [asyncio.create_task(http.get(path)) for _ in range(4)]
-            await eventually(lambda: asked, every_s=0.001)
+            await eventually(lambda: asked and num_reading == 4, every_s=0.001)
             leaves.cancel()
             may_answer.set()
             told = [(await reader).json()["candidates"] for reader in stay]
             assert (len(asked), [len(candidates) for candidates in told]) == (1, [4, 4, 4])
-            await asyncio.sleep(0.1)
+            await eventually(lambda: not viewers_of(app)._read, every_s=0.001)
             await http.get(path)
             assert len(asked) == 2
             await answering

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import eventually, wait_until
 from vllm_rollout.parts.rewards.grading import Grader, GraderBusy, Trajectory
 from vllm_rollout.parts.rewards.grading.grader import RewardLoad
 from vllm_rollout.parts.rewards.grading.pool import ProcessBounds
@@ -128,7 +128,7 @@ def leaves_a_child_and_dies(text):
 
 
 def dies_later(text):
-    threading.Timer(0.05, os._exit, [1]).start()
+    threading.Timer(1.0, os._exit, [1]).start()
     return 1
 
 
@@ -197,7 +197,7 @@ def test_a_process_that_ends_between_two_trajectories_costs_the_next_one_nothing
     async def both():
         async with Grader({"dies_later": dies_later, "right": right}, num_processes=1, limits=SHORT) as grader:
             first = await grader.grade("dies_later", ASKED)
-            await asyncio.sleep(1)
+            await eventually(lambda: grader._processes._idle[-1]._process.returncode is not None, every_s=0.01)
             return [said(first), said(await grader.grade("right", ASKED))]
 
     assert asyncio.run(both()) == ["ok", "ok"]
@@ -254,7 +254,11 @@ def test_reward_servers_that_fail_harm_their_own_grades_only():
             rewards = {path: f"http://127.0.0.1:{server.server_port}{path}" for path in SERVER_ANSWERS}
             jobs = [(path, ASKED) for path in SERVER_ANSWERS]
             large = ("/right", Trajectory("", "42", "x" * (10 << 20)))
-            *grades, of_large = grades_of(rewards | {"exact": "exact"}, *jobs, large)
+            *jobs, slow = jobs
+            *grades, of_large = grades_of(
+                rewards | {"exact": "exact"}, *jobs, large, limits=LimitTerms(shortest_s=60, longest_s=60)
+            )
+            grades += grades_of(rewards, slow)
         finally:
             server.shutdown()
     for (path, (*_, wanted)), grade in zip(SERVER_ANSWERS.items(), grades, strict=True):
@@ -330,11 +334,31 @@ def test_a_limit_is_learned_for_each_test_case():
     assert cut.seconds < 20
 
 
+def shaped(text):
+    """A share for the form, which a wrong answer gets too, at once."""
+    if "right" in text:
+        time.sleep(0.2)
+    return 1.0 if "right" in text else 0.1
+
+
+def test_limits_are_learned_from_right_answers_only():
+    async def learned():
+        async with Grader({"shaped": shaped}, num_processes=1) as grader:
+            limits = []
+            for text, threshold in (("wrong", 0.5), ("right", 0.5), ("wrong", 0.05)):
+                grade = await grader.grade("shaped", Trajectory(f"{text} {threshold}", text), threshold=threshold)
+                assert grade.status == "ok"
+                limits.append(len(grader.limits._anchors))
+            return limits
+
+    assert asyncio.run(learned()) == [0, 1, 2]
+
+
 def test_what_is_asked_of_a_grader_that_ends_is_an_error():
     async def leave():
         async with Grader({"hangs": hangs}, num_processes=1) as grader:
             asked = [asyncio.create_task(grader.grade("hangs", ASKED)) for _ in range(2)]
-            await asyncio.sleep(0.5)
+            await eventually(lambda: grader._processes._in_use, every_s=0.01)
         return await asyncio.gather(*asked)
 
     runs, waits = asyncio.run(leave())

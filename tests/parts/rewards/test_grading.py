@@ -59,7 +59,7 @@ class FakeGraders:
         self.may_end.set()
 
     async def grade(
-        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float = 0.0
+        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float = 0.0, **_: Any
     ) -> Grade:
         self.asked.append((name, trajectory, timeout_s))
         try:
@@ -328,7 +328,7 @@ class ChanceGraders:
         self.running: list[Trajectory] = []
 
     async def grade(
-        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: Urgency
+        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: Urgency, **_: Any
     ) -> Grade:
         self.running.append(trajectory)
         try:

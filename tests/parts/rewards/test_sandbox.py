@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import eventually, wait_until
 from vllm_rollout.parts.rewards.grading import Grader, Trajectory, pool, seccomp
 from vllm_rollout.parts.rewards.grading import sandbox as sandboxes
 from vllm_rollout.parts.rewards.grading.code import program_of
@@ -430,11 +430,27 @@ def test_nothing_is_left_of_programs_that_have_ended():
         async with Grader({"code": "code"}, num_processes=1, limits=LIMITS) as grader:
             answers = map(fenced, [RIGHT, "import os\nos.fork()", "1 / 0", RIGHT, RIGHT])
             await asyncio.gather(*(grader.grade("code", Trajectory("", answer, TESTS)) for answer in answers))
-            await asyncio.sleep(0.5)  # who is killed last may still be on its way
             await grader.grade("code", Trajectory("", fenced(RIGHT), TESTS))
-            return [each.status() for each in psutil.Process().children(recursive=True)]
+            await eventually(lambda: statuses().count(psutil.STATUS_ZOMBIE) <= 1, every_s=0.01)  # one may be on its way
 
-    assert asyncio.run(left()).count(psutil.STATUS_ZOMBIE) <= 1
+    def statuses():
+        return [each.status() for each in psutil.Process().children(recursive=True)]
+
+    asyncio.run(left())
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "assert f() == 0.5"),
+        ("from decimal import Decimal\ndef f(): return [Decimal(3)]", "assert f() == [3]"),
+        ("def f(): return {1: 2}.keys()", "assert f() == {1}"),
+        ("import atexit\natexit.register(print, 'bye')\ndef f(): return 1", "assert f() == 1"),
+    ],
+)
+def test_values_that_python_calls_equal_to_a_literal_are_equal(program, test):
+    (grade,) = graded(fenced(program), data={"tests": [test]})
+    assert (grade.status, grade.reward) == ("ok", 1)
 
 
 def test_what_a_program_prints_is_compared_outside_of_it():

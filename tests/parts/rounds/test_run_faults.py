@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tests.kernel.http.conftest import make_app
+from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.pruning.fakes import FakeLearning
 from tests.support.waiting import WAIT_S, eventually
@@ -292,3 +292,23 @@ async def test_prompts_that_wait_take_a_bounded_number_of_bytes(http, store, mon
     assert (await http.get("/v1/runs/a")).json()["queue"] == answer["deferred"]
     monkeypatch.setattr(store_module, "MAX_WAITING_BYTES", 0)
     assert (await http.post("/v1/runs/a/rounds", json={"kind": "long"})).status_code == 200, "what waits may run"
+
+
+async def test_a_round_after_a_kill_does_not_run_on_the_weights_of_the_start(tmp_path: Path) -> None:
+    database = tmp_path / "runs.sqlite"
+    before = make_app(FakeEngine(weight_version="step-7"), database=database)
+    async with http_of(before) as http:
+        await http.post("/v1/runs", json=RUN)
+        assert (await http.post("/v1/runs/a/rounds", json=ROUND)).status_code == 200
+    before.state.run_service._store.owner.close()
+    engine = FakeEngine()
+    async with http_of(make_app(engine, database=database)) as http:
+        again = {"prompts": [{"id": f"r{i}", "prompt": f"question {i}"} for i in range(6)], "idempotency_key": "k2"}
+        refused = await http.post("/v1/runs/a/rounds", json=again)
+        check_refused(refused, 412, "the round before began under 'step-7'")
+        assert engine.num_launched == 0
+        assert (await http.post("/v1/runs/a/rounds", json=ROUND)).status_code == 200, "an answer that is kept"
+        await http.post("/v1/runs", json={**RUN, "id": "other"})
+        assert (await http.post("/v1/runs/other/rounds", json=ROUND)).status_code == 200, "it knew no weights before"
+        engine.weight_version = "step-7"
+        assert (await http.post("/v1/runs/a/rounds", json=again)).status_code == 200

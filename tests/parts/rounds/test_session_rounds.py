@@ -555,3 +555,24 @@ async def test_a_run_refuses_a_removed_field_of_its_sessions(http: httpx.AsyncCl
     body = {"group_size": 2, "prompts_per_round": 2, "sessions": {removed: "variance"}}
     response = await http.post("/v1/runs", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, f"sessions.{removed}")
+
+
+async def test_trajectories_that_a_round_has_not_returned_do_not_give_way_to_others(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.sessions.http.service.MAX_SESSION_HISTORY", 60)
+    app = make_app(FakeEngine(), database=tmp_path / "runs.sqlite")
+    async with http_of(app) as http:
+        await make(http, sessions={"max_turns": 1})
+        playing = await Round.begin(app, prompts=prompts(0, 3), idempotency_key="k")
+        for number in (0, 1):  # over by their last turns, and their harness still computes the rewards
+            play(playing.service, f"{playing.groups['q0']}.{number}", num_tokens=3)
+        await playing.rest()
+        play(playing.service, f"{playing.groups['q1']}.0", num_tokens=55)
+        await playing.rest()
+        for number in (0, 1):
+            await playing.end(f"{playing.groups['q0']}.{number}", {"reward": float(number)})
+        (returned,) = [each for each in playing.told if each["type"] == "group"]
+        assert [(each["reward"], len(each["turns"])) for each in returned["trajectories"]] == [(0.0, 1), (1.0, 1)]
+        assert all(each["segments"] for each in returned["trajectories"])
+        await playing.leave()

@@ -440,8 +440,9 @@ def test_turns_that_a_function_left_behind_end_with_it(url, turns):
     assert [task.cancelled() for task in left] == [True]
 
 
-def test_functions_that_do_not_end_hold_their_group_for_a_bounded_time_and_are_cancelled(url):
+def test_functions_that_do_not_end_hold_their_group_for_a_bounded_time_and_are_cancelled(url, monkeypatch):
     """Prompt "a" has a session that is returned and one that never ends. The sessions of prompt "b" wait for both."""
+    monkeypatch.setattr("vllm_rollout.parts.sessions.http.service.TICK_S", 60.0)  # the client's own bound is meant
     ended, both = [], asyncio.Event()
 
     async def run(session: AgentSession) -> float:

@@ -431,3 +431,16 @@ def test_the_same_text_is_never_another_history_and_is_mended_to_the_tokens_that
     assert found.history in ("extended", "mended")
     assert list(found.token_ids)[: len(known)] == known
     assert decode(found.token_ids) == decode([*written, *more])
+
+
+async def test_an_old_turn_that_stops_late_lets_go_of_its_own_group_only(app, http) -> None:
+    """A group is deleted while a turn of it runs, and made anew under the same id."""
+    service = app.state.session_service
+    await declared(http, id="g")
+    old = begin(service, "g.0")
+    await http.delete("/v1/groups/g")
+    await declared(http, id="g")
+    play(service, "g.0", num_tokens=50)
+    await http.post("/v1/sessions/g.0/finish", json={"reward": 1})
+    service.end(old, [1, 2], [3], finish_reason="abort")
+    assert [id for _, id in service._holding] == ["g"]

@@ -17,7 +17,7 @@ from tests.kernel.http import fake_engine
 from tests.parts.rewards.test_grading import FakeGraders
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.integrations.trl import TRLRollouts
-from vllm_rollout.integrations.trl_rows import columns_by_prompt, runs_of, tokenized
+from vllm_rollout.integrations.trl_rows import Columns, columns_by_prompt, runs_of, tokenized
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.http.plan import RewardsPlan
@@ -53,7 +53,7 @@ class Tokenizer:
 def trainer(num_generations: int = 4, **more: Any) -> SimpleNamespace:
     settings = {
         "model": SimpleNamespace(training=True),
-        "accelerator": SimpleNamespace(process_index=0),
+        "accelerator": SimpleNamespace(process_index=0, wait_for_everyone=lambda: None),
         "num_generations": num_generations,
         "num_generations_eval": 1,
         "processing_class": Tokenizer(),
@@ -114,10 +114,48 @@ def test_the_server_grades_with_the_columns_of_the_data_set(app, client: Rollout
         TRLRollouts(client).graded(prompts=["a"])
 
 
-def test_evaluation_has_its_own_number_of_generations(client: RolloutClient):
-    output = TRLRollouts(client)(["a", "a", "b"], trainer(model=SimpleNamespace(training=False)))
+def test_the_server_grades_what_the_trainer_has_rendered(app, client: RolloutClient):
+    """Its chat template may be another than the server's."""
+    graders = FakeGraders(lambda trajectory: Grade("ok", 1.0))
+    app.state.rollout_service.part(RewardsPlan).grading.__init__(graders, Metrics(CollectorRegistry()))
+    chat = [{"role": "user", "content": "b"}]
+    of = trainer(train_dataset=[{"prompt": chat, "n": 2}])
+    output = TRLRollouts(client, reward="even")([chat] * 4, of)
+    assert output["prompt_ids"] == TRLRollouts(client)([chat] * 4, of)["prompt_ids"]
+    assert {str(trajectory.prompt) for _, trajectory, _ in graders.asked} == {str(chat)}
+
+
+def test_evaluation_has_its_own_number_of_generations_and_no_race(client: RolloutClient, monkeypatch):
+    asked: list[tuple[int, Any]] = []
+    rollout = RolloutClient.rollout
+
+    def noted(its: RolloutClient, prompts: Any, size: int, redundancy: Any, **options: Any) -> Any:
+        asked.append((redundancy, options.get("pruning")))
+        return rollout(its, prompts, size, redundancy, **options)
+
+    monkeypatch.setattr(RolloutClient, "rollout", noted)
+    rollouts = TRLRollouts(client, redundancy=2, pruning={"detection_length": 4})
+    output = rollouts(["a", "a", "b"], trainer(model=SimpleNamespace(training=False)))
     assert output["rollout_index"] == [0, 0, 0]
     assert output["rollout_prompt_id"] == ["0", "1", "2"]
+    assert asked == [(0, None)]
+
+
+def test_processes_wait_until_the_main_one_has_sent_its_weights(client: RolloutClient):
+    waited: list[int] = []
+    accelerator = SimpleNamespace(process_index=1, wait_for_everyone=lambda: waited.append(1))
+    TRLRollouts(client)(["a"] * 4, trainer(accelerator=accelerator))
+    assert waited == [1]
+
+
+def test_columns_are_of_the_data_set_that_is_evaluated_now():
+    columns, of = Columns(), trainer(model=SimpleNamespace(training=False), eval_dataset=[{"prompt": "a", "n": 1}])
+    assert columns.of(of) == {'"a"': {"n": 1}}
+    of.eval_dataset = {"x": [{"prompt": "b", "n": 2}]}
+    assert columns.of(of) == {'"b"': {"n": 2}}
+    of.eval_dataset = None
+    with pytest.raises(ValueError, match="must have eval_dataset"):
+        columns.of(of)
 
 
 def test_a_group_that_is_cut_between_processes_is_generated_in_its_parts(client: RolloutClient):
@@ -133,10 +171,8 @@ def test_a_group_that_is_cut_between_processes_is_generated_in_its_parts(client:
 
 def test_halves_of_a_group_in_two_processes_are_not_the_same_answers(client: RolloutClient):
     """Each asks for its own prompts, by the same seed of the trainer's."""
-    said = [
-        TRLRollouts(client)(["a"] * 4, trainer(num_generations=8, accelerator=SimpleNamespace(process_index=process)))
-        for process in (0, 0, 1)
-    ]
+    accelerators = [SimpleNamespace(process_index=process, wait_for_everyone=lambda: None) for process in (0, 0, 1)]
+    said = [TRLRollouts(client)(["a"] * 4, trainer(num_generations=8, accelerator=each)) for each in accelerators]
     first, again, other = ([*map(tuple, output["completion_ids"])] for output in said)
     assert first == again
     assert not set(first) & set(other)

@@ -95,7 +95,7 @@ def model(training: bool = True, max_position_embeddings: int = 1000) -> SimpleN
 
 def trainer(rows: list[dict[str, Any]], num_generations: int = 2, **more: Any) -> SimpleNamespace:
     settings: dict[str, Any] = {
-        "model": model(), "accelerator": SimpleNamespace(process_index=0),
+        "model": model(), "accelerator": SimpleNamespace(process_index=0, wait_for_everyone=lambda: None),
         "train_dataset": rows, "eval_dataset": rows, "num_generations": num_generations, "num_generations_eval": 1,
         "processing_class": Tokenizer(), "tools": [], "chat_template": None, "chat_template_kwargs": {},
         "max_tool_calling_iterations": 3, "max_completion_length": 100, "temperature": 1.0, "top_p": 1.0, "top_k": 0,

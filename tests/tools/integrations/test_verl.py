@@ -83,7 +83,8 @@ def ask(server: Any, n: int, **sampling: Any) -> list[TokenOutput]:
 
     async def all_of_them() -> list[TokenOutput]:
         calls = [
-            server.generate([1, 2], each, f"r{index}", image_data=None, priority=0) for index, each in enumerate(params)
+            server.generate([1, 2], each, f"r{index}", image_data=None, priority=index)
+            for index, each in enumerate(params)
         ]
         return await asyncio.gather(*calls)
 

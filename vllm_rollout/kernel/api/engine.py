@@ -208,12 +208,12 @@ class VLLMEngine(GroupRunner):
 
     async def _render(self, prompt: PromptInput) -> EngineInput:
         try:
-            if prompt.messages is not None:
+            if prompt.messages is not None and prompt.prompt_token_ids is None:
                 request = ChatCompletionRequest(messages=list(prompt.messages))
                 result = await self._renderer.render_chat(request)
                 rendered = result if isinstance(result, ErrorResponse) else result[1]
             else:
-                text_or_ids = prompt.prompt if prompt.prompt is not None else list(prompt.prompt_token_ids or ())
+                text_or_ids = prompt.prompt if prompt.prompt_token_ids is None else list(prompt.prompt_token_ids)
                 rendered = await self._renderer.render_completion(CompletionRequest(prompt=text_or_ids, max_tokens=1))
         except Exception as error:  # a chat template may raise anything: the prompt is to blame
             raise _bad_prompt(prompt, f" cannot be rendered: {_first_line(error)}") from error
@@ -238,7 +238,8 @@ class VLLMEngine(GroupRunner):
 
 
 def _bad_prompt(prompt: PromptInput, problem: str) -> RequestError:
-    form = "messages" if prompt.messages is not None else "prompt" if prompt.prompt is not None else "prompt_token_ids"
+    forms = ("prompt_token_ids", "messages", "prompt")
+    form = next(form for form in forms if getattr(prompt, form) is not None)
     return RequestError(f"prompt {prompt.id!r}{problem}", param=f"prompts.{prompt.position}.{form}")
 
 

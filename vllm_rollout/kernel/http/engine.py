@@ -42,7 +42,7 @@ class GroupLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """A prompt as the client wrote it, in exactly one of the three forms."""
+    """A prompt as the client wrote it. Token ids come before the other forms."""
 
     id: str
     position: int

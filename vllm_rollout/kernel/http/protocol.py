@@ -30,7 +30,8 @@ MAX_STREAM_TOKENS = 1_000_000
 
 
 class Prompt(Body):
-    """One prompt, given as exactly one of `messages`, `prompt` and `prompt_token_ids`."""
+    """One prompt, given as `messages`, `prompt` or `prompt_token_ids`. Beside token ids, one other form is for the
+    reward only."""
 
     id: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = Field(
         default=None, description="Your name for the prompt, unique in the request. Default: the prompt's position."
@@ -44,7 +45,9 @@ class Prompt(Body):
     prompt_token_ids: (
         Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)] | None
     ) = Field(
-        default=None, description="At least one token id of the model's vocabulary. Token ids are used as they are."
+        default=None,
+        description="At least one token id of the model's vocabulary. Token ids are used as they are. Messages or text "
+        "beside them are for the reward only.",
     )
     data: Any = Field(
         default=None,
@@ -54,7 +57,7 @@ class Prompt(Body):
     @model_validator(mode="after")
     def _one_form(self) -> Prompt:
         forms = [f for f in ("messages", "prompt", "prompt_token_ids") if getattr(self, f) is not None]
-        if len(forms) != 1:
+        if len(forms) != 1 and not (len(forms) == 2 and self.prompt_token_ids is not None):
             got = " and ".join(forms) or "none of them"
             raise ValueError(f"give exactly one of messages, prompt, prompt_token_ids, got {got}")
         check_json(self.messages, "messages")

@@ -16,7 +16,7 @@ import re
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
@@ -185,16 +185,16 @@ class Fleet(Sender):
             if isinstance(its, RolloutError):
                 self._lose(number, its)
             elif its is not None:
-                if _num_changes(its) < _num_changes(self._engines[number]):
+                if _has_begun_anew(self._engines[number], its):
                     url = self._members[number].base_url
                     self._lose(number, RolloutError(None, f"{url} has begun anew, with its first weights", "Restarted"))
                 self._engines[number] = its
-        versions = {each.weight_version for number in self._alive for each in self._engines[number]}
+        versions = {name for number in self._alive for name in _versions(self._engines[number])}
         self._versions = versions or self._versions
         for number in self._servers.out & seen.keys():
             its = seen[number]
             if isinstance(its, list):
-                has = {each.weight_version for each in its}
+                has = _versions(its)
                 is_right = not self._versions or has <= self._versions
                 if any_weights or (is_right and number not in self._unsure and not self._gate.locked()):
                     self._servers.comes(number)
@@ -363,7 +363,12 @@ class Fleet(Sender):
         for (server, its_id), positions in places.items():
             path = f"/v1/rollouts/{its_id}/rewards"
             mine = {**body, "rewards": [entries[position] for position in positions]}
-            answer = await self._ask(server, Call("POST", path, typed(RewardsAnswer), mine))
+            try:
+                answer = await self._ask(server, Call("POST", path, typed(RewardsAnswer), mine))
+            except RolloutError as error:
+                if error.status != HTTPStatus.NOT_FOUND:  # else it has forgotten the rollout
+                    raise
+                continue
             if answer is None:
                 continue
             answers.append(answer)
@@ -488,6 +493,12 @@ class Fleet(Sender):
         await asyncio.gather(*(member._http.aclose() for member in self._members))
 
 
-def _num_changes(engines: Sequence[EngineAnswer]) -> int:
-    """Weights updates of these engines since their start."""
-    return sum(each.num_weight_changes for each in engines)
+def _versions(engines: Iterable[EngineAnswer]) -> set[str]:
+    """Weights of the ranks that are alive. Those of a dead one are unknown."""
+    return {each.weight_version for each in engines if each.state != "dead"}
+
+
+def _has_begun_anew(before: Sequence[EngineAnswer], now: Sequence[EngineAnswer]) -> bool:
+    """True if a rank has seen fewer weights updates than before."""
+    ranks = [pair for pair in zip(before, now, strict=False) if "dead" not in (pair[0].state, pair[1].state)]
+    return any(new.num_weight_changes < old.num_weight_changes for old, new in ranks)

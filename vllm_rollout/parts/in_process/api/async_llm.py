@@ -65,7 +65,7 @@ class AsyncLLM(AsyncLLMMethods, RolloutAsyncLLM):
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         if self.spares and isinstance(sampling_params, SamplingParams):
-            sampling_params = with_spares(sampling_params, self.spares, self.group_size)
+            sampling_params = with_spares(sampling_params, self.spares, self.group_size, self.max_candidates)
         return super().generate(prompt, sampling_params, request_id, **kwargs)
 
     @classmethod

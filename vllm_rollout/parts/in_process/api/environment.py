@@ -76,8 +76,11 @@ def _number(environment: Mapping[str, str], name: str, least: int) -> int | None
 
 
 def created(create: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-    """Create the configuration, with groups if the model generates. `create`: vLLM's own function."""
-    ours = taken_over(engine_args)
+    """Create the configuration, with groups if the model generates. `create`: vLLM's own function.
+
+    An engine that names our scheduler itself is left as it is, as that of a server which inherits the variables.
+    """
+    ours = engine_args if engine_args.scheduler_cls == SCHEDULER_CLS else taken_over(engine_args)
     if ours is not engine_args:
         try:
             config = create(ours, *args, **kwargs)
@@ -145,18 +148,18 @@ def _let_become_ours() -> None:
         method = getattr(vllm.LLM, name)
         if not hasattr(method, "__wrapped__"):
             setattr(vllm.LLM, name, _of_ours(name, method))
-    stock = async_llm.AsyncLLM
+    now = async_llm.AsyncLLM  # ours, where VLLM_PLUGINS names us. A trainer may have imported vLLM's own before
+    stock = next(cls for cls in now.__mro__ if cls.__module__ == async_llm.__name__)
 
     def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("vllm_config", args[0] if args else None)
-        if cls is not stock or config is None or not _is_ours(config):
+        if cls not in (stock, now) or config is None or not _is_ours(config):
             return object.__new__(cls)
         engine = object.__new__(AsyncLLM)
         engine.spares, engine.group_size = _spares_of(config)
         return engine
 
-    if not issubclass(stock, AsyncLLM):
-        stock.__new__ = new
+    stock.__new__ = new  # type: ignore[assignment]
 
 
 def _is_ours(config: VllmConfig) -> bool:
@@ -204,7 +207,8 @@ def too_little_memory(config: VllmConfig, spares: int, group_size: int) -> str |
 def _of_ours(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def called(self: vllm.LLM, *args: Any, **kwargs: Any) -> Any:
+        is_own = type(self) is vllm.LLM  # else a subclass has begun its own method, which must not begin again
         ours = None if isinstance(self, LLM) else become_ours(self)
-        return method(self, *args, **kwargs) if ours is None else getattr(ours, name)(*args, **kwargs)
+        return method(self, *args, **kwargs) if ours is None or not is_own else getattr(ours, name)(*args, **kwargs)
 
     return called

@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, TypeVar
 
+from vllm_rollout.background import outside_of_loops
+
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
@@ -84,16 +86,12 @@ class WaitingLoop:
     def run(self, work: Coroutine[Any, Any, T]) -> T:  # type: ignore[return]
         """Run `work` and return its result.
 
-        Exceptions of signal handlers are raised here, once the work has been cancelled and has ended.
-        Raises: RuntimeError if an event loop runs already.
+        Exceptions of signal handlers are raised here, once the work has been cancelled and has ended. A loop that runs
+        already stands still meanwhile.
         """
-        if asyncio._get_running_loop() is not None:
-            work.close()
-            raise RuntimeError(
-                "an event loop runs here already, amid which nothing can wait. Use vllm_rollout.AsyncLLM."
-            )
         # The loop cancels the task: a handler may run before there is a task.
-        with HeldInterrupts(lambda: self._loop.call_soon_threadsafe(lambda: task.cancel())) as interrupts:
+        cancelling = HeldInterrupts(lambda: self._loop.call_soon_threadsafe(lambda: task.cancel()))
+        with outside_of_loops(), cancelling as interrupts:
             task = self._loop.create_task(work)
             try:
                 return self._loop.run_until_complete(task)

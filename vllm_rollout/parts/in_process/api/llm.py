@@ -169,7 +169,7 @@ class LLM(LLMMethods, vllm.LLM):
         if self._client.is_read:  # vLLM would take its outputs for answers
             raise RuntimeError("a stream of this LLM is open. Read it to its end, or close it.")
         if self.spares and isinstance(params, SamplingParams):
-            params = with_spares(params, self.spares, self.group_size)
+            params = with_spares(params, self.spares, self.group_size, self._client.max_candidates)
         if not isinstance(params, SamplingParams) or not rollout_xargs(params.extra_args or {}):
             return super()._add_request(prompt, params, lora_request=lora_request, priority=priority, **kwargs)
         params.output_kind = RequestOutputKind.FINAL_ONLY

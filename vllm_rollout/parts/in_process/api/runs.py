@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from vllm_rollout.kernel.xargs import NAMES, rollout_xargs
+
+logger = init_logger("vllm.vllm_rollout")
 
 
 class Run(NamedTuple):
@@ -39,7 +42,7 @@ def runs_of(prompts: Any, params: Any, group_size: int | None) -> list[Run] | No
 
     params: one for all prompts, or one per prompt. group_size: maximum size of a group. None: no maximum.
     """
-    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or _is_one_of_tokens(prompts):
         return None
     each = params if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts) or not all(isinstance(its, SamplingParams) for its in each):
@@ -68,12 +71,27 @@ def _draws(params: SamplingParams) -> bool:
     return is_drawn and not rollout_xargs(params.extra_args or {})
 
 
-def with_spares(params: SamplingParams, num: int, group_size: int | None) -> SamplingParams:
-    """The parameters with `num` spare candidates. Single requests, partial groups and requests with `rollout_*` fields
-    are returned unchanged.
+def _is_one_of_tokens(prompts: Sequence[Any]) -> bool:
+    """True if vLLM takes this list for a single prompt of token ids."""
+    return bool(prompts) and all(isinstance(each, int) for each in prompts)
+
+
+def with_spares(params: SamplingParams, num: int, group_size: int | None, most: int) -> SamplingParams:
+    """The parameters with `num` spare candidates, in an engine of at most `most` candidates.
+
+    Single requests, partial groups, requests with a seed or with `rollout_*` fields, and groups without a place for
+    their spare candidates are returned unchanged.
     """
-    is_whole = params.n > 1 and group_size in (None, params.n)
+    is_whole = params.n > 1 and group_size in (None, params.n) and params.seed is None
     if not is_whole or rollout_xargs(params.extra_args or {}):
+        return params
+    if params.n + num > most:
+        logger.warning_once(
+            "vllm_rollout: %d candidates and %d spare ones do not fit into max_num_seqs %d: such groups do not race.",
+            params.n,
+            num,
+            most,
+        )
         return params
     raced = copy(params)
     raced.extra_args = {**(params.extra_args or {}), NAMES["redundancy"]: num}

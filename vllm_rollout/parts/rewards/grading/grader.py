@@ -17,6 +17,7 @@ import cloudpickle
 import msgspec
 
 from vllm_rollout.checks import shown
+from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.code import CodeReward
 from vllm_rollout.parts.rewards.grading.frames import Load
@@ -135,12 +136,19 @@ class Grader:
                 )
 
     async def grade(
-        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float | Urgency = 0.0
+        self,
+        name: str,
+        trajectory: Trajectory,
+        *,
+        timeout_s: float | None = None,
+        urgency: float | Urgency = 0.0,
+        threshold: float = REWARD_THRESHOLD,
     ) -> Grade:
         """Grade a trajectory by the reward `name`.
 
         `timeout_s`: the longest time for it, however long the learned limit is. `urgency`: the highest goes first. An
-        `Urgency` may be hastened meanwhile.
+        `Urgency` may be hastened meanwhile. `threshold`: a reward above it is of a right answer, from whose time the
+        limit is learned.
 
         Raises: ValueError for an unknown name. GraderBusy if too many trajectories wait.
         """
@@ -151,11 +159,15 @@ class Grader:
         trajectory = msgspec.structs.replace(trajectory, text=trajectory.text.encode(errors="replace").decode())
         async with slots.one(name, urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
             try:
-                return await grade(trajectory, timeout_s or self.limits.terms.longest_s)
+                graded = await grade(trajectory, timeout_s or self.limits.terms.longest_s)
             except (TypeError, ValueError, RecursionError, OSError) as error:
                 return failed(f"the trajectory cannot be given to what grades it: {error}")
             except SandboxError as error:
                 return failed(f"the program could not be run: {error}")
+        if isinstance(self._sources[name], Load):
+            is_correct = graded.status == "ok" and (graded.reward or 0) > threshold
+            self.limits.observe(case_of(trajectory, name.encode()), graded.seconds, is_correct=is_correct)
+        return graded
 
     async def _run_test(self, job: TestJob) -> TestRun:
         """Run a test, and run it again if the process that watches it ended. A second end counts as the program's."""
@@ -168,9 +180,7 @@ class Grader:
     async def _by_function(self, function: Load, trajectory: Trajectory, longest_s: float) -> Grade:
         case = case_of(trajectory, function.name.encode())
         async with self._processes.one() as process:
-            grade = await process.grade(function, trajectory, min(self.limits.limit_s(case), longest_s))
-        self.limits.observe(case, grade.seconds, is_correct=(grade.reward or 0) > 0)
-        return grade
+            return await process.grade(function, trajectory, min(self.limits.limit_s(case), longest_s))
 
 
 def _source(name: str, reward: RewardFunction | str | Judge) -> Load | RewardServer | Judge | None:

@@ -68,11 +68,13 @@ WITH_WORD = """
 def run():
     word = sys.stdin.readline()
     exec(compile(TEST, "test.py", "exec"), prepared())
-    print("\\n" + word, end="")
+    print("\\n" + word, end="", flush=True)
 run()
+os._exit(0)
 """
 """Prints the word from standard input if the test has passed. A program that ends itself early does not pass."""
 WITH_VALUE = """
+import collections.abc, numbers
 def plain(value):
     if hasattr(value, "tolist"): value = value.tolist()
     for kind in (bool, int, float, complex, str, bytes):
@@ -80,11 +82,17 @@ def plain(value):
     if isinstance(value, dict): return {plain(name): plain(each) for name, each in value.items()}
     for kind in (tuple, list, set, frozenset):
         if isinstance(value, kind): return set(map(plain, value)) if kind is frozenset else kind(map(plain, value))
+    if isinstance(value, collections.abc.Set): return set(map(plain, value))
+    if isinstance(value, numbers.Number):
+        for kind in (int, float):
+            if kind(value) == value: return kind(value)
     return value
 value = plain(eval(compile(TEST, "test.py", "eval"), prepared()))
-print("\\n" + repr(value))
+print("\\n" + repr(value), flush=True)
+os._exit(0)
 """
-"""Prints the value. Values of numpy and of subclasses are printed as the plain values that they are equal to."""
+"""Prints the value. Values of numpy, of subclasses and fractions are printed as the plain values that they are equal
+to."""
 
 
 async def run_test(job: TestJob) -> TestRun:

@@ -40,7 +40,7 @@ class Graders(Protocol):
     def names(self) -> Sequence[str]: ...
 
     async def grade(
-        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: Urgency
+        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: Urgency, threshold: float
     ) -> Grade: ...
 
 
@@ -131,7 +131,13 @@ class GradingService:
     async def grade(self, options: RewardOptions, trajectory: Trajectory, urgency: Urgency) -> Grade:
         assert self._graders is not None  # `check` found it
         try:
-            grade = await self._graders.grade(options.name, trajectory, timeout_s=options.timeout_s, urgency=urgency)
+            grade = await self._graders.grade(
+                options.name,
+                trajectory,
+                timeout_s=options.timeout_s,
+                urgency=urgency,
+                threshold=options.threshold,
+            )
         except Exception as error:  # whatever a grader does is its own trajectory's error
             grade = failed(f"grading failed: {type(error).__name__}: {error}")
         self._metrics.graded(options.name, grade.status, grade.seconds)

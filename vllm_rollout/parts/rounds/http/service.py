@@ -239,6 +239,7 @@ class RunService:
         live = await self._prepare(planned, as_before(id_of(name), planned.opened, request, planned.stored.memo), {})
         if live.ended is not None:
             await asyncio.to_thread(live.take_up, planned)
+        await self._see_weights(name)
         # Last, because a step that failed after it would leave the round without release.
         live.owner = await self._owned(name, self._store.claim, name, planned.opened)
         return live
@@ -253,8 +254,14 @@ class RunService:
         planned = await self._stored(self._store.planned, stored.name, plan)
         live = await self._prepare(planned, request, bodies)
         memo, opened = request.memo(), planned.opened
+        await self._see_weights(stored.name)
         live.owner = await self._owned(stored.name, self._store.begin, stored.name, memo, plan, bodies, opened)
         return live
+
+    async def _see_weights(self, name: str) -> None:
+        """Check that the weights are not those of a server that has started anew. Raises: RequestError (412)."""
+        if self._store.is_durable:
+            await self._stored(self._store.see_weights, name, await self.engine.current_weight_version())
 
     async def _predicted(self, stored: StoredRun) -> dict[str, float]:
         """Mean lengths of waiting prompts by id, as far as they are known."""

@@ -64,12 +64,13 @@ CREATE TABLE IF NOT EXISTS keys (
 CREATE TABLE IF NOT EXISTS ended (
     run TEXT NOT NULL, number INTEGER NOT NULL, version TEXT, body BLOB NOT NULL, PRIMARY KEY (run, number)
 );
+CREATE TABLE IF NOT EXISTS weights (run TEXT PRIMARY KEY, name TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS answers (
     run TEXT NOT NULL, round INTEGER NOT NULL, key TEXT NOT NULL, memo TEXT NOT NULL, body BLOB NOT NULL,
     PRIMARY KEY (run, round)
 );
 """
-TABLES = ("runs", "prompts", "keys", "answers", "ended")
+TABLES = ("runs", "prompts", "keys", "answers", "ended", "weights")
 _IS_OF = "(typeof({0}) <> 'text' OR substr({0}, 1, instr({0}, '/')) = ?)"
 """SQL condition for runs of one namespace, with which their names begin."""
 # runs.id, and `run` of the others, are as of `owned_name`.
@@ -77,6 +78,7 @@ _IS_OF = "(typeof({0}) <> 'text' OR substr({0}, 1, instr({0}, '/')) = ?)"
 # An owner is a process and a number, "NAME.7". Taking a round up again makes a new owner, even in the same process. So
 # a late write of an earlier owner finds that the round is not its own any more.
 # keys has every key under which a round ever began: a key that comes again after years begins no new round.
+# weights has the name of the weights under which a run's newest round began.
 # staged names the file of everything learned that belongs to the runs that were restored last.
 
 
@@ -171,6 +173,23 @@ class RunStore:
                     answer = _read_answer(memo, body)
                 answered.append(answered_key)
             return Looked(stored, answer, self._used(id, key), answered)
+
+    def see_weights(self, id: str, name: str | None) -> None:
+        """Note the name of the weights for a round that begins next.
+
+        Raises: RequestError (412) if they have none, and those of the round before had one.
+        """
+        with self._transaction():
+            (before,) = self._db.execute("SELECT name FROM weights WHERE run = ?", (id,)).fetchone() or (None,)
+            if name is None and before is not None:
+                raise RequestError(
+                    f"the weights have no name, and the round before began under {before!r}: the server has started "
+                    "anew, with the weights of its model. Give it the newest weights under a name, then repeat the "
+                    "round with its idempotency_key.",
+                    status=HTTPStatus.PRECONDITION_FAILED,
+                )
+            if name != before:
+                self._db.execute("REPLACE INTO weights VALUES (?, ?)", (id, name))
 
     def planned(self, id: str, plan: Callable[[Run], OpenRound]) -> PlannedRound:
         """Plan a round. Nothing changes. Raises: RequestError, as `begin` does."""

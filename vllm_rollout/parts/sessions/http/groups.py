@@ -175,6 +175,8 @@ class OpenGroup:
     seconds: float | None = None
     """Seconds that the group took. None while it runs."""
     watcher: Watcher | None = None
+    is_returned: bool = False
+    """True if whoever declared it for a prompt has read it."""
     saw_bad_weights: bool = False
     """True if a log probability of a turn was not a number."""
     is_counted: bool = False
@@ -303,7 +305,7 @@ class OpenGroup:
 
     def returned(self, prompt_id: str, prompt: dict[str, Any], now_s: float) -> PromptSessions:
         """The group once it is over, for the prompt for which it was declared."""
-        answer, selected = self.answer(now_s), set(self.selected)
+        answer, selected, self.is_returned = self.answer(now_s), set(self.selected), True
         return PromptSessions(
             prompt_id=prompt_id,
             group_id=self.id,

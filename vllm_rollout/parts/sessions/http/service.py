@@ -475,12 +475,16 @@ class SessionService:
         """Count `num_tokens` more held tokens. If there are too many, drop trajectories of finished groups, oldest
         first."""
         self._num_held_tokens += num_tokens
-        while self._num_held_tokens > MAX_SESSION_HISTORY and self._holding:
-            self._let_go(next(iter(self._holding.values())))
+        while self._num_held_tokens > MAX_SESSION_HISTORY:
+            oldest = next((each for each in self._holding.values() if each.watcher is None or each.is_returned), None)
+            if oldest is None:  # whoever declared the others has not read them
+                return
+            self._let_go(oldest)
 
     def _let_go(self, group: OpenGroup) -> None:
         """Drop a group's trajectories."""
-        self._holding.pop(group.key, None)
+        if self._holding.get(group.key) is group:  # else a later group has its name
+            del self._holding[group.key]
         self._num_held_tokens -= group.num_held_tokens
         group.let_go()
 
