@@ -61,7 +61,7 @@ BAD = {
     ),
     "messages_empty": (prompts({"messages": []}), 400, "prompts.0.messages", ["at least one"]),
     "message_without_role": (prompts({"id": "q", "messages": [{}]}), 400, "prompts.q.messages", ["cannot be rendered"]),
-    "two_forms": (prompts({"prompt": "a", "messages": [{"role": "user"}]}), 400, "prompts.0", ["exactly one", "messages and"]),
+    "two_forms": (prompts({"prompt": "a", "messages": [{"x": 1}]}), 400, "prompts.0", ["exactly one", "messages and"]),
     "no_form": (prompts({"id": "q"}), 400, "prompts.0", ["exactly one", "none of them"]),
     "prompt_too_long": (
         prompts({"id": "q", "prompt_token_ids": [1] * 5000}), 400, "prompts.q.prompt_token_ids",
