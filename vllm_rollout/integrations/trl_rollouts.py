@@ -101,9 +101,8 @@ class TRLRollouts:
         def roll_out(size: int) -> list[Placed]:
             places = [place for place, (_, count) in enumerate(runs) if count == size]
             chosen = [asked[place] for place in places]
-            is_whole = size == trainer.num_generations  # else it is of an evaluation, or a part of a group
-            redundancy = self._redundancy if is_whole else 0
-            options: Any = self._options if is_whole else {**self._options, "pruning": None}
+            redundancy = self._redundancy if size == trainer.num_generations else 0  # else a part, or an evaluation's
+            options: Any = self._options if training else {**self._options, "pruning": None}
             answer = self._client.rollout(chosen, size, redundancy, sampling_params=sampling, **options)
             return [(place, answer.id, group) for place, group in zip(places, answer.groups, strict=True)]
 
