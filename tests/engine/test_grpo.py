@@ -170,7 +170,7 @@ def test_a_feed_trains_on_older_groups_and_a_trainer_that_was_killed_goes_on(
     args = words(tiny_model, output, server.url, *flags)
     record, checkpoint = output / "record.jsonl", output / "checkpoint.pt"
     process = start(args)
-    kill_when(process, lambda: record.exists() and record.read_text().count('"kind": "step"') == 2)
+    kill_when(process, lambda: record.exists() and record.read_text().count('"kind": "step"') >= 2)
     feed_id = f"run-{torch.load(checkpoint, weights_only=False)['progress']['id']}"
     assert start(args).wait(TIMEOUT_S) == 0
     lines = [json.loads(line) for line in record.read_text().splitlines()]
@@ -179,6 +179,4 @@ def test_a_feed_trains_on_older_groups_and_a_trainer_that_was_killed_goes_on(
     assert {age for line in steps[-2:] for age in line["staleness"]} <= {0, 1}
     assert 1 in steps[-1]["staleness"]
     assert all(0 < line["ess_share"] <= 1 for line in steps)
-    feed = server.http.get(f"/v1/feeds/{feed_id}").json()
-    assert (feed["num_batches"], feed["totals"]["num_dropped"]) == (5, 0)
-    server.http.delete(f"/v1/feeds/{feed_id}").raise_for_status()
+    assert server.http.get(f"/v1/feeds/{feed_id}").status_code == 404, "what is over leaves no feed"
