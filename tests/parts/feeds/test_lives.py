@@ -14,6 +14,7 @@ from tests.kernel.http.conftest import http_of
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import ids, make, prompts, take, update
 from tests.parts.feeds.test_restarts import Start, start  # noqa: F401
+from tests.support.waiting import eventually
 from vllm_rollout.parts.feeds.http.body import BatchRequest
 
 
@@ -89,8 +90,7 @@ class Life:
 
     async def begin_anew(self) -> None:
         deleting = asyncio.create_task(self.http.delete("/v1/feeds/a"))
-        while self.service.live:
-            await asyncio.sleep(0)
+        await eventually(lambda: not self.service.live)
         await make(self.http, **self.terms)
         assert (await deleting).status_code == 204
         self.out.clear()
