@@ -39,10 +39,10 @@ def open_database(path: Path | None, version: int) -> sqlite3.Connection:
 
 
 def give_unowned(database: sqlite3.Connection, columns: Mapping[str, str], namespace: str) -> None:
-    """Move what was made without a key into this namespace, except names that the namespace already has.
+    """Move rows that were made without a key into this namespace, except names that the namespace already has.
 
-    columns: the column of each table that has the name. The last table has each name once, and is changed last, because
-    its names tell which rows of the others move.
+    `columns`: each table, with its column for the name. The last table has each name once. Its names tell which rows of
+    the other tables move.
     """
     last, name = [*columns.items()][-1]
     for table, column in columns.items():

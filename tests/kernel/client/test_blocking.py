@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 from vllm_rollout.kernel.client.blocking import LoopThread, _items
 
 
@@ -27,10 +27,13 @@ def test_an_interrupt_is_raised_once_what_it_cancelled_is_closed(monkeypatch: py
             await asyncio.sleep(0.05)
             events.append("closed")
 
-    result = Future.result
+    result, num_calls = Future.result, 0
 
     def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
-        if waits.wait(0.2) and not events:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            assert waits.wait(WAIT_S)
             raise KeyboardInterrupt
         return result(future, timeout)
 

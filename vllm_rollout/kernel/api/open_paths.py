@@ -58,8 +58,8 @@ def keys_of(settings: Namespace) -> list[str]:
 
 
 def keyless_namespace(settings: Namespace) -> str:
-    """The namespace that gets what was made without a key, before the server had one: of its first key. Empty without
-    a key."""
+    """The namespace of the server's first key, which gets runs and feeds that were made without a key. Empty without a
+    key."""
     keys = keys_of(settings)
     return namespace_of(f"Bearer {keys[0]}") if keys else ""
 

@@ -204,7 +204,7 @@ class GroupSteps:
         self._capped: dict[str, Group] = {}
         """Groups with a length cap and a running candidate."""
         self._forgotten: list[str] = []
-        """Groups that waited for siblings and made place for others in this step."""
+        """Groups that waited for siblings and made place for others, since the last step closed."""
         self._contains = contains
         self._contained = (Exception,) if contains else ()
         self._broken: dict[str, Exception] = {}

@@ -53,8 +53,8 @@ class RewardLoad(NamedTuple):
 
 class _Reward(NamedTuple):
     slots: Slots
-    grade: Callable[[Trajectory, float], Awaitable[Grade]]
-    """Takes the trajectory and its longest time in seconds."""
+    grade: Callable[..., Awaitable[Grade]]
+    """Takes the trajectory and its longest time in seconds. A function takes the threshold, too."""
 
 
 class Grader:
@@ -155,19 +155,16 @@ class Grader:
         if name not in self._rewards:
             raise ValueError(f"reward must be one of {', '.join(self._sources) or 'none'}, got {shown(name)}")
         slots, grade = self._rewards[name]
+        more = {"threshold": threshold} if isinstance(self._sources[name], Load) else {}
         # No text may keep an answer from being graded: a lone half of a surrogate pair cannot be sent.
         trajectory = msgspec.structs.replace(trajectory, text=trajectory.text.encode(errors="replace").decode())
         async with slots.one(name, urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
             try:
-                graded = await grade(trajectory, timeout_s or self.limits.terms.longest_s)
+                return await grade(trajectory, timeout_s or self.limits.terms.longest_s, **more)
             except (TypeError, ValueError, RecursionError, OSError) as error:
                 return failed(f"the trajectory cannot be given to what grades it: {error}")
             except SandboxError as error:
                 return failed(f"the program could not be run: {error}")
-        if isinstance(self._sources[name], Load):
-            is_correct = graded.status == "ok" and (graded.reward or 0) > threshold
-            self.limits.observe(case_of(trajectory, name.encode()), graded.seconds, is_correct=is_correct)
-        return graded
 
     async def _run_test(self, job: TestJob) -> TestRun:
         """Run a test, and run it again if the process that watches it ended. A second end counts as the program's."""
@@ -177,10 +174,15 @@ class Grader:
                     return await process.run_test(job)
         return TestRun("lost", False, 0.0)
 
-    async def _by_function(self, function: Load, trajectory: Trajectory, longest_s: float) -> Grade:
+    async def _by_function(
+        self, function: Load, trajectory: Trajectory, longest_s: float, *, threshold: float
+    ) -> Grade:
         case = case_of(trajectory, function.name.encode())
         async with self._processes.one() as process:
-            return await process.grade(function, trajectory, min(self.limits.limit_s(case), longest_s))
+            grade = await process.grade(function, trajectory, min(self.limits.limit_s(case), longest_s))
+        is_correct = grade.status == "ok" and (grade.reward or 0) > threshold
+        self.limits.observe(case, grade.seconds, is_correct=is_correct)
+        return grade
 
 
 def _source(name: str, reward: RewardFunction | str | Judge) -> Load | RewardServer | Judge | None:

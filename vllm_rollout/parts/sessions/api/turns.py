@@ -9,18 +9,18 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import wraps
-from http import HTTPStatus
 from math import isnan
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.api.group_client import let_stream
+from vllm_rollout.kernel.api.refusals import raise_as_vllms
 from vllm_rollout.kernel.api.versions import version_spans
 from vllm_rollout.kernel.http.clients import client_namespace, client_session
 from vllm_rollout.kernel.http.engine import RequestError
@@ -57,7 +57,7 @@ def turn_of(
     except PlanError as error:
         raise VLLMValidationError(f"vllm_xargs.{error}", parameter=f"vllm_xargs.{error.field}") from error
     except RequestError as error:
-        _raise(error)
+        raise_as_vllms(error)
 
 
 async def compared(service: SessionService, turn: OpenTurn, prompt: Any, max_model_len: int) -> Any:
@@ -65,7 +65,7 @@ async def compared(service: SessionService, turn: OpenTurn, prompt: Any, max_mod
     try:
         continuation = await service.compare(turn)
     except RequestError as error:
-        _raise(error)
+        raise_as_vllms(error)
     if continuation.history == "mended":
         prompt = {**prompt, "prompt_token_ids": list(continuation.token_ids)}
     if len(_tokens_of(prompt) or ()) >= max_model_len:
@@ -95,7 +95,7 @@ def begin(service: SessionService, turn: OpenTurn) -> bool:
     try:
         return service.begin(turn)
     except RequestError as error:
-        _raise(error)
+        raise_as_vllms(error)
 
 
 class Heard:
@@ -173,12 +173,6 @@ def _tokens_of(prompt: Any) -> Sequence[int] | None:
     if not isinstance(prompt, Mapping) or "encoder_prompt" in prompt or prompt.get("mm_hashes"):
         return None
     return prompt.get("prompt_token_ids")
-
-
-def _raise(error: RequestError) -> NoReturn:
-    if error.status == HTTPStatus.BAD_REQUEST:
-        raise VLLMValidationError(str(error), parameter=error.param) from error
-    raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
 
 
 def refuse_full_turns(app: Any) -> None:

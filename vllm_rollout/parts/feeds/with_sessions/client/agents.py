@@ -61,9 +61,9 @@ class FeedGroup(RunningGroup):
     async def _make_void(self, id: str) -> None:
         session = AgentSession(self._client, id, self._prompt, 0, self._its.calls)
         try:
-            await session.end({"void": True})
+            await self._end(session, None, void=True)
         except RolloutError as error:
-            if error.status not in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):  # else it has ended
+            if error.status != HTTPStatus.NOT_FOUND:  # else the server does not know it any more
                 raise
 
 
