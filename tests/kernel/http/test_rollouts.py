@@ -20,10 +20,12 @@ from vllm_rollout.kernel.http.answers import (
     DoneEvent,
     Event,
     GroupEvent,
+    GroupLengths,
     RolloutAnswer,
     TokensEvent,
     TrajectoryEvent,
 )
+from vllm_rollout.kernel.http.started_group import lengths_of
 
 PROMPTS = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt_token_ids": [1, 2, 3]}, {"prompt": "three"}]
 ENDLESS = {"min_tokens": 4000}
@@ -59,6 +61,14 @@ async def test_complete_group_has_exactly_group_size_trajectories_in_index_order
     assert len({group.group_id for group in answer.groups}) == 3
     assert answer.usage.prompt_tokens == sum(len(group.prompt_token_ids) for group in answer.groups)
     assert answer.timing.latency_s >= answer.timing.time_to_first_group_s > 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "lengths"), [([2, 4, 4, 4, 5, 5, 7, 9], (5.0, 2.0, 9)), ([7], (7, 0, 7)), ([], (0, 0, 0))]
+)
+def test_lengths_are_mean_population_deviation_and_maximum(num_tokens, lengths):
+    mean, std, most = lengths
+    assert lengths_of(num_tokens) == GroupLengths(mean=mean, std=std, max=most)
 
 
 async def test_equal_prompts_and_following_seeds_have_answers_of_their_own(http):

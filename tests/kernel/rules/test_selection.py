@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.selection import GroupLengths, Ranking, conclude, lengths_of
+from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.kernel.rules.types import Ending
 
@@ -172,41 +172,3 @@ def test_the_order_in_which_endings_arrive_does_not_matter(plan, pool, seed):
     shuffled = random.Random(seed).sample(pool, len(pool))
     assert conclude(plan, shuffled) == conclude(plan, pool)
     assert conclude(plan, shuffled).endings == tuple(pool)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "lengths"), [([2, 4, 4, 4, 5, 5, 7, 9], (5.0, 2.0, 9)), ([7], (7, 0, 7)), ([], (0, 0, 0))]
-)
-def test_lengths_are_mean_population_deviation_and_maximum(num_tokens, lengths):
-    assert lengths_of(num_tokens) == GroupLengths(*lengths)
-
-
-PLANS = st.one_of(
-    st.builds(GroupPlan, st.integers(1, 4), st.integers(0, 3), st.just(False), st.sampled_from(["first", "shortest"])),
-    st.integers(2, 5).flatmap(
-        lambda size: st.builds(
-            GroupPlan,
-            st.just(size),
-            st.just(2),
-            st.just(False),
-            st.just("dual_end"),
-            num_longest=st.integers(1, size - 1),
-        )
-    ),
-)
-
-
-@few_examples
-@given(PLANS, pools(truncated=st.booleans()), st.randoms())
-def test_who_takes_the_place_of_one_that_does_not_count_is_who_is_selected_without_it(plan, endings, chance):
-    ranking, void = Ranking(plan), set()
-    for ending in chance.sample(endings, len(endings)):
-        ranking.add(ending)
-    for ending in chance.sample(endings, len(endings)):
-        before = set(conclude(plan, endings, void=void).selected)
-        heir = ranking.drop(ending)
-        void.add(ending.index)
-        selected = set(conclude(plan, endings, void=void).selected)
-        assert selected == set(ranking.selected) == (before - {ending.index}) | ({heir} - {None})
-        assert len(selected) == ranking.num_selected
-        assert ranking.drop(ending) is None

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.kernel.rules.rewards import summarize
-from vllm_rollout.parts.rewards.rules.estimates import ESTIMATORS, advantages
+from vllm_rollout.parts.rewards.rules.estimates import ESTIMATORS, advantages, summarize
 from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms, TimeLimits
 
 SECONDS = st.floats(0, 100)

@@ -5,10 +5,11 @@ Invariant: each candidate and each grade of the attempt that counts is sent once
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
+from statistics import fmean, pstdev
 from typing import Any
 
 from vllm_rollout.kernel.http.answers import (
@@ -29,7 +30,7 @@ from vllm_rollout.kernel.http.plan_port import GroupRecord, Launch, Over
 from vllm_rollout.kernel.http.reports import Graded, LaunchOver, Lost, Restarted, attempts
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.fields import OnEngineFailure
-from vllm_rollout.kernel.rules.selection import conclude, lengths_of
+from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.types import GroupResult
 
 
@@ -179,7 +180,7 @@ class StartedGroup(GroupRecord):
             reason=result.reason,
             selected=list(result.selected),
             prompt_token_ids=list(self.prompt.token_ids),
-            lengths=GroupLengths(**lengths_of([self.ends[i].ending.num_tokens for i in result.selected])._asdict()),
+            lengths=lengths_of([self.ends[i].ending.num_tokens for i in result.selected]),
             allocation=self._allocation(),
             off_policy=off_policy,
             weight_versions=list(
@@ -218,3 +219,10 @@ class StartedGroup(GroupRecord):
     def _dropped(self, end: CandidateEnd) -> CandidateEvent:
         self._told.add(end.ending.index)
         return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.included, self.fields_of(end)))
+
+
+def lengths_of(num_tokens: Sequence[int]) -> GroupLengths:
+    """Mean, population standard deviation and maximum, in tokens. Zeros if `num_tokens` is empty."""
+    if not num_tokens:
+        return GroupLengths(mean=0.0, std=0.0, max=0)
+    return GroupLengths(mean=fmean(num_tokens), std=pstdev(num_tokens), max=max(num_tokens))

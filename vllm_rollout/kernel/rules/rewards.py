@@ -5,10 +5,8 @@ Invariant: a posted reward names exactly one candidate, and no client can name a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from json import dumps
-from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 GradeStatus = Literal["ok", "timeout", "error", "void"]
@@ -92,25 +90,3 @@ class AnswerName(NamedTuple):
 
     name: str
     choice: int = 0
-
-
-class RewardSummary(NamedTuple):
-    """Statistics of a group's rewards. Only trajectories with a reward count."""
-
-    num_rewards: int
-    mean: float | None
-    """None without a reward."""
-    std: float | None
-    """Standard deviation of the sample (n - 1). None with fewer than two rewards."""
-    teaches: bool
-    """True if the rewards differ. Otherwise no estimator has a gradient for the group (DAPO, dynamic sampling)."""
-
-
-def summarize(rewards: Sequence[float | None]) -> RewardSummary:
-    known = [reward for reward in rewards if reward is not None]
-    return RewardSummary(
-        len(known),
-        fmean(known) if known else None,
-        stdev(known) if len(known) > 1 else None,
-        teaches=len(set(known)) > 1,
-    )

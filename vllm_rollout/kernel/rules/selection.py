@@ -5,22 +5,12 @@ Invariant: the order of the endings does not matter.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Sequence
+from bisect import insort
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from statistics import fmean, pstdev
-from typing import NamedTuple
 
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.types import STOP_STATES, Ending, GroupResult
-
-
-class GroupLengths(NamedTuple):
-    """Token counts of a group's returned trajectories."""
-
-    mean: float
-    std: float
-    max: int
 
 
 def conclude(
@@ -64,17 +54,8 @@ def num_wanted(plan: GroupPlan, num_pruned: int) -> int:
     return max(1, min(plan.group_size, plan.num_candidates - num_pruned))
 
 
-def num_to_refill(group_size: int, max_candidates: int, num_launched: int, num_alive: int) -> int:
-    """Candidates to launch in place of void ones: as many as `num_alive` is below `group_size`.
-
-    Args:
-        num_alive: candidates that are running, or have finished and are not void.
-    """
-    return max(0, min(max_candidates - num_launched, group_size - num_alive))
-
-
 class Ranking:
-    """Finished candidates in the orders by which a plan selects. No operation takes a Python loop over all of them."""
+    """Finished candidates in the orders by which a plan selects."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self._group_size, self._rule = plan.group_size, plan.selection
@@ -83,34 +64,9 @@ class Ranking:
         """Sort keys. The last item of each is the candidate's index."""
         self._truncated: list[tuple[int, ...]] = []
 
-    def __len__(self) -> int:
-        return len(self._valid) + len(self._truncated)
-
     def add(self, ending: Ending) -> None:
         keys, key = self._place(ending)
         insort(keys, key)
-
-    def drop(self, ending: Ending) -> int | None:
-        """Remove a candidate. If it was selected, return the index of the candidate that is selected instead, or
-        None."""
-        keys, key = self._place(ending)
-        at = bisect_left(keys, key)
-        if key not in keys[at : at + 1]:
-            return None
-        gaps, num_longest = self._num_gaps, min(self._num_longest, len(self._valid))
-        num_shortest = self._group_size - num_longest
-        del keys[at]
-        if keys is self._truncated:
-            return keys[gaps - 1][-1] if at < gaps <= len(keys) else None
-        if num_shortest <= at < len(keys) + 1 - num_longest:
-            return None
-        if gaps := self._num_gaps:
-            return self._truncated[gaps - 1][-1] if gaps <= len(self._truncated) else None
-        return keys[num_shortest - 1 if at < num_shortest else len(keys) - num_longest][-1]
-
-    @property
-    def num_selected(self) -> int:
-        return min(self._group_size, len(self))
 
     @property
     def selected(self) -> list[int]:
@@ -125,21 +81,8 @@ class Ranking:
         return max(0, self._group_size - len(self._valid))
 
     def _place(self, ending: Ending) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+        """The list in which the candidate stands, and its sort key there."""
+        by_length = (ending.num_tokens, ending.index)
         if not ending.valid:
-            return self._truncated, _by_length(ending)
-        return self._valid, _by_finish(ending) if self._rule == "first" else _by_length(ending)
-
-
-def _by_length(ending: Ending) -> tuple[int, int]:
-    return (ending.num_tokens, ending.index)
-
-
-def _by_finish(ending: Ending) -> tuple[int, int, int]:
-    return (ending.end_step, ending.num_tokens, ending.index)
-
-
-def lengths_of(num_tokens: Sequence[int]) -> GroupLengths:
-    """Mean, population standard deviation and maximum, in tokens. Zeros if `num_tokens` is empty."""
-    if not num_tokens:
-        return GroupLengths(0.0, 0.0, 0)
-    return GroupLengths(fmean(num_tokens), pstdev(num_tokens), max(num_tokens))
+            return self._truncated, by_length
+        return self._valid, (ending.end_step, *by_length) if self._rule == "first" else by_length

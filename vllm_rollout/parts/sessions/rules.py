@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.selection import conclude, deferred, num_to_refill
+from vllm_rollout.kernel.rules.selection import conclude, deferred
 from vllm_rollout.kernel.rules.types import EndedBy, Ending, EndReason, GroupResult, SessionState
+from vllm_rollout.parts.rewards.rules.refill import num_to_refill
 
 TRUNCATED_BY: frozenset[EndedBy] = frozenset({"length", "max_turns", "max_tokens"})
 

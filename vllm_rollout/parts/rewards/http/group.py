@@ -13,13 +13,14 @@ from vllm_rollout.kernel.http.answers import GroupRewards
 from vllm_rollout.kernel.http.engine import CandidateEnd
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over
 from vllm_rollout.kernel.http.reports import Graded, attempts
-from vllm_rollout.kernel.rules.rewards import Grade, summarize
-from vllm_rollout.kernel.rules.selection import Ranking, num_to_refill, num_wanted
+from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.kernel.rules.selection import num_wanted
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.service import Grading
-from vllm_rollout.parts.rewards.rules.estimates import advantages
+from vllm_rollout.parts.rewards.rules.estimates import advantages, summarize
+from vllm_rollout.parts.rewards.rules.refill import SpareRanking, num_to_refill
 
 Teach = Callable[[GroupRecord], Awaitable[None]]
 """Learns from the grades of a group that is over."""
@@ -33,7 +34,7 @@ class GradedGroup(GroupPart):
 
     adds_sources = True
 
-    _ranking: Ranking
+    _ranking: SpareRanking
     """Ranks candidates that have finished and are not void."""
     _new: list[int]
     """Indices of candidates that have finished since the last wave ended."""
@@ -125,7 +126,7 @@ class GradedGroup(GroupPart):
             self._grade([ending.index])
 
     def _begin_again(self) -> None:
-        self._ranking, self._new = Ranking(self._plan), []
+        self._ranking, self._new = SpareRanking(self._plan), []
         self._num_valid = self._num_pruned = 0
 
     def _launch(self, num_candidates: int) -> None:

@@ -6,13 +6,36 @@ Invariant: only trajectories with a reward count. A trajectory without one (void
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from statistics import fmean, stdev
+from typing import NamedTuple, get_args
 
-from vllm_rollout.kernel.rules.rewards import Estimator, summarize
+from vllm_rollout.kernel.rules.rewards import Estimator
 
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 SMALLEST_STD = 1e-6
 """Added to a standard deviation before a division by it."""
+
+
+class RewardSummary(NamedTuple):
+    """Statistics of a group's rewards. Only trajectories with a reward count."""
+
+    num_rewards: int
+    mean: float | None
+    """None without a reward."""
+    std: float | None
+    """Standard deviation of the sample (n - 1). None with fewer than two rewards."""
+    teaches: bool
+    """True if the rewards differ. Otherwise no estimator has a gradient for the group (DAPO, dynamic sampling)."""
+
+
+def summarize(rewards: Sequence[float | None]) -> RewardSummary:
+    known = [reward for reward in rewards if reward is not None]
+    return RewardSummary(
+        len(known),
+        fmean(known) if known else None,
+        stdev(known) if len(known) > 1 else None,
+        teaches=len(set(known)) > 1,
+    )
 
 
 def advantages(rewards: Sequence[float | None], estimator: Estimator = "grpo") -> list[float | None]:
