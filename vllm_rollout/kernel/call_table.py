@@ -35,15 +35,6 @@ class NamedChoices(NamedTuple):
     """Index of the candidate, by choice."""
 
 
-class LastTokens(NamedTuple):
-    """The newest output tokens of a running candidate."""
-
-    index: int  # type: ignore[assignment]
-    offset: int
-    """Number of the candidate's output tokens before these."""
-    token_ids: list[int]
-
-
 class Operation(Generic[Argument, Result]):
     """One row: an operation's name, the type of its argument and the type of its result."""
 
@@ -81,5 +72,3 @@ groups. Returns the number of these candidates.
 GIVE_UP: Operation[dict[str, list[int]], None] = Operation("give_up", dict[str, list[int]], None)
 """Stop running candidates as `surplus` in the next step, by group. Their API process needs them no more."""
 RANK_COUNTS: Operation[None, RankCounts] = Operation("rank_counts", None, RankCounts)
-LAST_TOKENS: Operation[str, list[LastTokens]] = Operation("last_tokens", str, list[LastTokens])
-"""Last tokens of a group's running candidates. Empty for a group that is not here."""

@@ -10,7 +10,7 @@ from tests.support.time_limit import end_within
 from vllm_rollout.kernel.api import engine_calls
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.rank_died import RankDied
-from vllm_rollout.kernel.call_table import CANCEL_GROUPS, LAST_TOKENS, RANK_COUNTS
+from vllm_rollout.kernel.call_table import ABORT_REQUESTS, CANCEL_GROUPS, RANK_COUNTS
 from vllm_rollout.kernel.http.engine import RequestError
 
 pytestmark = pytest.mark.anyio
@@ -53,14 +53,14 @@ class TwoRanks:
         if rank == 0 or self._both_die:
             self.living_ranks.remove(rank)
             raise RankDied.of(rank)
-        return LAST_TOKENS.encode_result([])
+        return ABORT_REQUESTS.encode_result([])
 
 
 async def test_what_every_rank_knows_the_next_one_says_when_the_first_dies() -> None:
     end_within(10)
-    assert await EngineCalls(TwoRanks()).call_first(LAST_TOKENS, "g") == []
+    assert await EngineCalls(TwoRanks()).call_first(ABORT_REQUESTS, ["g"]) == []
     with pytest.raises(RequestError, match="rank 1 of the engine has died"):
-        await EngineCalls(TwoRanks(both_die=True)).call_first(LAST_TOKENS, "g")
+        await EngineCalls(TwoRanks(both_die=True)).call_first(ABORT_REQUESTS, ["g"])
 
 
 @pytest.mark.parametrize("calls", [

@@ -83,22 +83,6 @@ def test_surplus_candidates_stop_in_the_step_the_group_completes(new_run):
     assert_nothing_left(run)
 
 
-def test_a_viewer_is_told_the_last_tokens_of_what_has_not_ended(new_run):
-    run = new_run(max_num_seqs=3, max_model_len=2048)
-    add_group(run, "g", [700, 5, 700, 700], group_size=2)
-    add_group(run, "other", [9], group_size=1)
-    while len((told := run.scheduler.last_tokens("g"))[0].token_ids) + told[0].offset < 600:
-        assert run.step()
-    assert [each.index for each in told] == [0, 2, 3]
-    for each in told:
-        said = list(run.requests[f"g-{each.index}"].output_token_ids)
-        assert each.token_ids == said[each.offset :]
-        assert len(each.token_ids) == min(512, len(said))
-    assert run.scheduler.last_tokens("unknown") == []
-    run.run()
-    assert run.scheduler.last_tokens("g") == []
-
-
 def test_stopping_wastes_no_token_in_the_synchronous_loop_and_one_in_the_asynchronous(new_run, loop):
     run = new_run()
     ids = add_group(run, "g", [30, 80, 90, 100], group_size=1)

@@ -154,7 +154,6 @@ class FakeEngine:
     """Preemptions of a candidate, by its number of tokens."""
     outlooks: dict[str, Outlook | None] = field(default_factory=dict)
     """Outlook of every launched group, by its prompt."""
-    most_last_tokens: int = 512
     num_launched: int = 0
     num_ended: int = 0
     num_aborted: int = 0
@@ -358,15 +357,6 @@ class FakeEngine:
         for group_id, indices in candidates.items():
             if group_id in self.groups:
                 self.groups[group_id].give_up(group_id, indices)
-
-    async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
-        self.check_alive()
-        running = [each for id, each in self.candidates.items() if id.group_id == group_id]
-        offsets = [max(0, each.num_tokens - self.most_last_tokens) for each in running]
-        return [
-            CandidateTokens(each.index, offset, each.token_ids[offset : each.num_tokens], logprobs=None)
-            for each, offset in zip(running, offsets, strict=True)
-        ]
 
     async def rank_counts(self) -> dict[int, RankCounts]:
         groups = GroupCounts(len(self.groups), 0)

@@ -17,11 +17,14 @@ from fastapi import FastAPI
 from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.moving.fakes import FakeMoves
+from tests.parts.page.fakes import FakePage
 from tests.support.waiting import eventually
-from vllm_rollout.kernel.http.engine import CandidateTokens, PreparedPrompt
+from vllm_rollout.kernel.call_table import Operation
+from vllm_rollout.kernel.http.engine import PreparedPrompt
 from vllm_rollout.kernel.http.plan_port import GroupRecord
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.rules.load import RankState, RunningGroup
+from vllm_rollout.parts.page.calls import LAST_TOKENS
 from vllm_rollout.parts.page.http import viewers
 from vllm_rollout.parts.page.http.plan import PagePlan
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
@@ -199,7 +202,7 @@ async def test_what_runs_tells_its_last_tokens_until_it_ends(
     engine: FakeEngine, app: FastAPI, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(viewers, "TICK_S", 0.001)  # for so long readers share what the engine said
-    engine.step_s, engine.most_last_tokens = 0.005, 3
+    engine.step_s, engine.part(FakePage).most_last_tokens = 0.005, 3
     engine.lengths = {0: 2, 1: 400, 2: 400, 3: 400}
     with serving(app) as url:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http, watching(url) as viewer:
@@ -248,12 +251,13 @@ async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
     engine: FakeEngine, app: FastAPI, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[str] = []
-    may_answer, last_tokens = threading.Event(), FakeEngine.last_tokens  # the server has a thread and a loop of its own
+    may_answer, call_all = threading.Event(), FakeEngine.call_all  # the server has a thread and a loop of its own
 
-    async def slow(engine: FakeEngine, group_id: str) -> list[CandidateTokens]:
-        asked.append(group_id)
-        await eventually(may_answer.is_set, every_s=0.001)
-        return await last_tokens(engine, group_id)
+    async def slow(engine: FakeEngine, operation: Operation[Any, Any], argument: Any) -> list[Any]:
+        if operation is LAST_TOKENS:
+            asked.append(argument)
+            await eventually(may_answer.is_set, every_s=0.001)
+        return await call_all(engine, operation, argument)
 
     num_reading, texts = 0, viewers.Viewers.texts
 
@@ -263,7 +267,7 @@ async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
         return await texts(its, *args)
 
     monkeypatch.setattr(viewers.Viewers, "texts", counted)
-    monkeypatch.setattr(FakeEngine, "last_tokens", slow)
+    monkeypatch.setattr(FakeEngine, "call_all", slow)
     monkeypatch.setattr(viewers, "TICK_S", 0.05)
     engine.step_s, engine.lengths = 0.005, dict.fromkeys(range(4), 2000)
     with serving(app) as url:

@@ -15,15 +15,7 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-from vllm_rollout.kernel.call_table import (
-    ABORT_REQUESTS,
-    CANCEL_GROUPS,
-    GIVE_UP,
-    LAST_TOKENS,
-    RANK_COUNTS,
-    RECOMPUTE,
-    Operation,
-)
+from vllm_rollout.kernel.call_table import ABORT_REQUESTS, CANCEL_GROUPS, GIVE_UP, RANK_COUNTS, RECOMPUTE, Operation
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.types import RankCounts
@@ -67,6 +59,5 @@ ANSWERS: Answers = {
     CANCEL_GROUPS: lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     GIVE_UP: lambda core, candidates: core.scheduler.give_up(candidates),
     RANK_COUNTS: lambda core, _: _rank_counts(core),
-    LAST_TOKENS: lambda core, group_id: core.scheduler.last_tokens(group_id),
 }
 """The kernel's answers."""

@@ -24,7 +24,6 @@ from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.weights import listen_to_calls
-from vllm_rollout.kernel.call_table import LastTokens
 from vllm_rollout.kernel.core.calls import add_rollout_calls
 from vllm_rollout.kernel.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observations
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
@@ -52,9 +51,6 @@ GRAMMAR_ERROR = (
     "vLLM ended this request with an error: its grammar could not be compiled, or rejected what was sampled. The "
     "server's log has the tokens."
 )
-MOST_LAST_TOKENS = 512
-"""Most tokens of a candidate that a viewer gets: a screen of text, at no noticeable time of a step."""
-
 UNMET = (
     "vllm_rollout: only %d of the %d siblings of a joined group (rollout_group_id, rollout_group_size) have come to "
     "this engine, and nothing else stops one of them. If a router spreads requests over several servers, let it keep a "
@@ -163,15 +159,6 @@ class GroupSchedulerMixin:
     def candidates_of(self, group_id: str) -> list[EngineCandidate]:
         """Candidates of a group that run, wait or are preempted, by index."""
         return [self.launched[id] for id in self.group_steps.running(group_id)]
-
-    def last_tokens(self, group_id: str) -> list[LastTokens]:
-        """Last tokens of a group's running candidates, for viewers."""
-        told = []
-        for candidate in self.candidates_of(group_id):
-            token_ids = candidate.request.output_token_ids
-            offset = max(0, len(token_ids) - MOST_LAST_TOKENS)
-            told.append(LastTokens(candidate.id.index, offset, token_ids[offset:]))
-        return told
 
     def detach(self, group_id: str, candidates: Sequence[EngineCandidate]) -> DetachedGroup:
         """Forget a group whose candidates are in no queue. No client is notified, because they continue elsewhere."""

@@ -259,12 +259,5 @@ class Engine(Protocol):
         Candidates that the engine does not know are passed over. Raises: EngineStopped.
         """
 
-    async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
-        """Most recent tokens of a group's running candidates, without log probabilities.
-
-        Raises: EngineStopped.
-        """
-        ...
-
     async def rank_counts(self) -> Mapping[int, RankCounts]:
         """Groups and counts of each living rank, by rank. Raises: EngineStopped."""

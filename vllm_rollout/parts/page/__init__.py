@@ -9,6 +9,7 @@ PART = Part(
     faces={
         "api": "vllm_rollout.parts.page.http.part:PagePart",
         "commands": "vllm_rollout.parts.page.watching.command",
+        "core": "vllm_rollout.parts.page.core:PageCore",
         "first": "vllm_rollout.parts.page.http.routes:OF_FIRST",
         "flags": "vllm_rollout.parts.page.api:FLAGS",
         "plan": "vllm_rollout.parts.page.http.plan:PagePlan",
