@@ -5,8 +5,9 @@ Invariant: a hook that no part has is never called. An exception in a hook is co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from inspect import isfunction
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from vllm_rollout.adapter.faults import Faults
 
@@ -18,26 +19,27 @@ class HookPart:
         """Drop what an exception in a hook has left half done. It must not raise."""
 
 
+P = ParamSpec("P")
 Kind = TypeVar("Kind", bound=HookPart)
 
 
 class Hooks(Generic[Kind]):
     """The parts of one process, by the hooks that they have."""
 
-    def __init__(
-        self, port: type[Kind], hooks: Iterable[str], parts: Sequence[tuple[str, Kind]], faults: Faults
-    ) -> None:
-        """`port`: has all hooks, which do nothing. `parts`: with their names. `faults`: of the process."""
+    def __init__(self, port: type[Kind], parts: Sequence[tuple[str, Kind]], faults: Faults) -> None:
+        """`port`: its methods are the hooks. `parts`: with their names. `faults`: of the process."""
         self._faults = faults
         self._with: dict[str, list[tuple[str, Kind]]] = {
-            hook: [(name, part) for name, part in parts if getattr(type(part), hook) is not getattr(port, hook)]
-            for hook in hooks
+            hook: [(name, part) for name, part in parts if getattr(type(part), hook) is not does_nothing]
+            for hook, does_nothing in vars(port).items()
+            if isfunction(does_nothing)
         }
 
-    def _call(self, hook: str, *args: Any) -> None:
-        for name, part in self._with[hook]:
+    def call(self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a hook of the port in every part that has it."""
+        for name, part in self._with[hook.__name__]:
             try:
-                getattr(part, hook)(*args)
+                getattr(part, hook.__name__)(*args, **kwargs)
             except Exception as error:
                 self._faults.caught(name, error)
                 part.begin_again()

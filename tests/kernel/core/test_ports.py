@@ -49,10 +49,10 @@ def limiting(limit: int | None) -> Limiting:
 
 def test_a_part_hears_of_steps_and_of_groups_that_are_over():
     parts = parts_of(part := limiting(None))
-    parts.stepped("a step")
-    parts.interrupted()
-    parts.cache_reset()
-    parts.forget("g")
+    parts.call(CorePart.stepped, "a step")
+    parts.call(CorePart.interrupted)
+    parts.call(CorePart.cache_reset)
+    parts.call(CorePart.forget, "g")
     assert part.heard == ["a step", "g"]
 
 
@@ -63,7 +63,7 @@ def test_the_lowest_limit_of_a_part_holds(limits, most):
 
 def test_an_exception_stays_with_its_part():
     parts = parts_of(failing := Failing(None), other := limiting(4))
-    parts.stepped("a step")
+    parts.call(CorePart.stepped, "a step")
     assert (parts.most_running("a request"), other.heard) == (4, ["a step"])
     assert (failing.num_begun, parts._faults.num) == (1, 2)
 

@@ -9,7 +9,7 @@ from tests.kernel.worker.runners import Row, RunnerV1, step
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.worker import ports
-from vllm_rollout.kernel.worker.ports import HOOKS, WorkerPart, WorkerParts
+from vllm_rollout.kernel.worker.ports import WorkerPart, WorkerParts
 from vllm_rollout.kernel.worker.runner import extend_runner
 
 ROWS = [Row("a", 3, 3)]
@@ -65,12 +65,12 @@ def test_a_part_hears_of_steps_and_of_weights_before_the_step_that_they_compute(
     assert part.heard == [("see_step", first), ("new_weights",), ("see_step", second)]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", ["see_step", "arrived", "new_weights", "stop"])
 def test_an_exception_of_a_part_is_counted_and_later_parts_hear_it_too(hook):
     raising, other, faults = Listener(), Listener(), Faults()
     raising.raises_in = hook
     args = {"see_step": [1], "arrived": [SimpleNamespace(request_id="a"), [5]]}.get(hook, [])
-    getattr(WorkerParts([("raising", raising), ("other", other)], faults), hook)(*args)
+    WorkerParts([("raising", raising), ("other", other)], faults).call(getattr(WorkerPart, hook), *args)
     assert [each[0] for each in raising.heard] == [hook, "begin_again"]
     assert [each[0] for each in other.heard] == [hook]
     assert faults.num == 1
@@ -83,14 +83,17 @@ def test_exceptions_of_a_part_are_reported(runner, part):
 
 
 def test_a_hook_that_a_part_does_not_have_is_not_called(monkeypatch):
-    monkeypatch.setattr(WorkerPart, "see_step", lambda *_: pytest.fail("called"))
-    WorkerParts([("silent", WorkerPart())]).see_step(None)
+    def see_step(part: WorkerPart, step: Any) -> None:
+        pytest.fail("called")
+
+    monkeypatch.setattr(WorkerPart, "see_step", see_step)
+    WorkerParts([("silent", WorkerPart())]).call(WorkerPart.see_step, None)
 
 
 def test_a_part_that_has_nothing_to_do_in_a_worker_is_not_among_its_parts(part, monkeypatch):
     made = [("idle", lambda worker: None), ("listener", lambda worker: worker.part)]
     monkeypatch.setattr(ports, "faces", lambda face: made if face == "worker" else [])
-    WorkerParts.of(SimpleNamespace(part=part, model_runner=SimpleNamespace(faults=Faults()))).stop()
+    WorkerParts.of(SimpleNamespace(part=part, model_runner=SimpleNamespace(faults=Faults()))).call(WorkerPart.stop)
     assert part.heard == [("stop",)]
 
 

@@ -10,7 +10,7 @@ import pytest
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.kernel.worker.ports import WorkerParts
+from vllm_rollout.kernel.worker.ports import WorkerPart, WorkerParts
 from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, NUM_BINS, Choice, DraftingRule
 from vllm_rollout.parts.drafts.worker import runner as runner_module
@@ -72,7 +72,8 @@ class Runner:
         for request in new:
             self.tokens[request.req_id] = list(request.prompt_token_ids)
         drafted = {id: drafts for id, drafts in self.proposed.items() if drafts and id in sampled}
-        self.parts.see_step(
+        self.parts.call(
+            WorkerPart.see_step,
             SimpleNamespace(
                 finished_req_ids=set(finished),
                 scheduled_new_reqs=new,
@@ -80,7 +81,7 @@ class Runner:
                 scheduled_spec_decode_tokens=drafted,
                 num_scheduled_tokens=sampled,
                 total_num_scheduled_tokens=len(sampled) + sum(map(len, drafted.values())) + 5 * len(new),
-            )
+            ),
         )
         for id, tokens in sampled.items():
             self.tokens[id] += tokens

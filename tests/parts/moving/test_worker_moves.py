@@ -10,7 +10,7 @@ import torch
 from tests.kernel.worker.test_ports import Listener
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.kernel.worker import runner as runner_module
-from vllm_rollout.kernel.worker.ports import WorkerParts
+from vllm_rollout.kernel.worker.ports import WorkerPart, WorkerParts
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 from vllm_rollout.parts.moving.worker.candidates import attach, detach
 
@@ -51,5 +51,5 @@ def test_a_part_hears_of_candidates_that_have_run_elsewhere_and_of_the_end():
     target, part = Bare(), Listener()
     target.parts = WorkerParts([("listener", part)])
     moved_to(target, WorkerState())
-    target.parts.stop()
+    target.parts.call(WorkerPart.stop)
     assert part.heard == [("arrived", "a", [5]), ("stop",)]

@@ -48,15 +48,12 @@ class CorePart(HookPart):
         """Forget a group that is over."""
 
 
-HOOKS = ("most_running", "stepped", "interrupted", "cache_reset", "forget")
-
-
 class CoreParts(Hooks[CorePart]):
     """The parts of one scheduler, by the hooks that they have."""
 
     def __init__(self, parts: Sequence[tuple[str, CorePart]], faults: Faults) -> None:
         """`parts`: with their names. `faults`: the scheduler's, which API processes count."""
-        super().__init__(CorePart, HOOKS, parts, faults)
+        super().__init__(CorePart, parts, faults)
         self._parts = [part for _, part in parts]
 
     @classmethod
@@ -78,15 +75,3 @@ class CoreParts(Hooks[CorePart]):
             except Exception as error:
                 self._faults.caught(name, error)
         return min((limit for limit in limits if limit is not None), default=None)
-
-    def stepped(self, step: SchedulerOutput) -> None:
-        self._call("stepped", step)
-
-    def interrupted(self) -> None:
-        self._call("interrupted")
-
-    def cache_reset(self) -> None:
-        self._call("cache_reset")
-
-    def forget(self, group_id: str) -> None:
-        self._call("forget", group_id)

@@ -30,7 +30,7 @@ from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
 from vllm_rollout.kernel.core.joining import Joining, JoinRefused
 from vllm_rollout.kernel.core.last_outputs import empty_output, explain, failed_output, put, say_reasons
 from vllm_rollout.kernel.core.parent import end_with_parent
-from vllm_rollout.kernel.core.ports import CoreParts
+from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.core.slots import answer_for_room
 from vllm_rollout.kernel.core.stop_strings import StopStrings
 from vllm_rollout.kernel.core.versions import admitting, num_deferred
@@ -148,7 +148,7 @@ class GroupSchedulerMixin:
                 logger.warning(UNMET, group.num_launched, group.terms.num_candidates)
             self.num_unmet += 1
         for group_id in self.group_steps.forget_waiting(self.clock()):
-            self.parts.forget(group_id)
+            self.parts.call(CorePart.forget, group_id)
 
     def stays_because(self, group_id: str) -> StayReason | None:
         """Reason why this group cannot leave for another engine core now, or None."""
@@ -269,14 +269,14 @@ class GroupSchedulerMixin:
             candidate.is_launched = False
             self._fail(candidate, reason)
             candidate.is_told = True
-        self.parts.forget(group_id)
+        self.parts.call(CorePart.forget, group_id)
 
     def _fail_all(self, outputs: dict[int, EngineCoreOutputs], error: Exception) -> None:
         """Fail all candidates and forget their groups, because the exception of this step may concern any of them."""
         reason = self.faults.caught("update_from_output", error)
         self.group_steps = self.group_steps.fresh()
         for group_id in {id.group_id for id in self.launched}:
-            self.parts.forget(group_id)
+            self.parts.call(CorePart.forget, group_id)
         candidates, self._candidates = self._candidates, {}
         self.launched, self._ended, self._num_with_stop_strings = {}, [], 0
         self.finish_requests(list(candidates), RequestStatus.FINISHED_ABORTED)
@@ -306,7 +306,7 @@ class GroupSchedulerMixin:
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
         self.weights.is_paused = pause_state != PauseState.UNPAUSED
-        self.parts.interrupted()
+        self.parts.call(CorePart.interrupted)
 
     def _look_for_weights(self) -> None:
         try:
@@ -316,7 +316,7 @@ class GroupSchedulerMixin:
             self.reset_prefix_cache(reset_running_requests=True)  # KV of old weights must not be read
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self.parts.cache_reset()
+        self.parts.call(CorePart.cache_reset)
         return super().reset_prefix_cache(*args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -354,7 +354,7 @@ class GroupSchedulerMixin:
             for candidate in self._candidates.values():
                 candidate.sampled_by(self.weights.sampling)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.parts.stepped(scheduler_output)
+        self.parts.call(CorePart.stepped, scheduler_output)
         if self._candidates:
             try:
                 self._obey(outputs, model_runner_output, report)
@@ -379,7 +379,7 @@ class GroupSchedulerMixin:
         if self._ended:
             self._forget_ended(outputs, verdicts)
         for group_id in verdicts.over:
-            self.parts.forget(group_id)
+            self.parts.call(CorePart.forget, group_id)
 
     def _seen(self, report: RunnerReport) -> dict[str, dict[CandidateId, Any]]:
         """Observations of the step, by part and candidate. Candidates that could not be observed fail."""

@@ -44,16 +44,12 @@ class WorkerPart(HookPart):
         """Keep what must outlive the server, which ends next."""
 
 
-HOOKS = ("see_step", "arrived", "new_weights", "stop")
-TRAVEL_HOOKS = ("take", "put")
-
-
 class WorkerParts(Hooks[WorkerPart]):
     """The parts of one worker, by the hooks that they have."""
 
     def __init__(self, parts: Sequence[tuple[str, WorkerPart]] = (), faults: Faults | None = None) -> None:
         """`parts`: with their names. `faults`: the model runner's, which its reports count."""
-        super().__init__(WorkerPart, (*HOOKS, *TRAVEL_HOOKS), parts, faults or Faults())
+        super().__init__(WorkerPart, parts, faults or Faults())
         self.parts = [part for _, part in parts]
 
     @classmethod
@@ -61,12 +57,6 @@ class WorkerParts(Hooks[WorkerPart]):
         """The parts that have something to do in this worker."""
         made = [(name, part) for name, make in faces("worker") if (part := make(worker)) is not None]
         return cls(made, worker.model_runner.faults)
-
-    def see_step(self, step: SchedulerOutput) -> None:
-        self._call("see_step", step)
-
-    def arrived(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
-        self._call("arrived", request, output_token_ids)
 
     def take(self, request_ids: Sequence[str]) -> dict[str, dict[str, bytes]]:
         """Data about candidates that leave, by request id and part. A part without data is left out."""
@@ -81,9 +71,3 @@ class WorkerParts(Hooks[WorkerPart]):
         for name, part in self._with["put"]:
             if name in data:
                 part.put(request, data[name])
-
-    def new_weights(self) -> None:
-        self._call("new_weights")
-
-    def stop(self) -> None:
-        self._call("stop")

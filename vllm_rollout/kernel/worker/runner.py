@@ -16,7 +16,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, nothing_seen
-from vllm_rollout.kernel.worker.ports import WorkerParts
+from vllm_rollout.kernel.worker.ports import WorkerPart, WorkerParts
 
 
 class Report(Protocol):
@@ -93,8 +93,8 @@ class RunnerMixin:
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         if Changes.num != self.weights:
             self.weights = Changes.num
-            self.parts.new_weights()
-        self.parts.see_step(scheduler_output)
+            self.parts.call(WorkerPart.new_weights)
+        self.parts.call(WorkerPart.see_step, scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def step_report(self) -> Report | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_rollout.adapter.weights import Changes, clean
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.worker.ports import WorkerParts
+from vllm_rollout.kernel.worker.ports import WorkerPart, WorkerParts
 
 
 class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: ignore[misc]
@@ -42,4 +42,4 @@ class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: igno
 
     def rollout_stop_parts(self) -> None:
         """Let parts keep what must outlive the server."""
-        self.parts.stop()
+        self.parts.call(WorkerPart.stop)

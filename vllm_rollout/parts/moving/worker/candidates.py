@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from vllm_rollout.kernel.worker.ports import WorkerPart
 from vllm_rollout.kernel.worker.runner import RunnerMixin, RunnerV1Mixin
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 
@@ -32,7 +33,7 @@ def attach(runner: Any, candidates: Sequence[MovedCandidate]) -> None:
         runner.parts.put(request, state.of_parts)
         if isinstance(runner, RunnerV1Mixin):  # V2 gets a preempted request as a new one
             _know(runner, candidate)
-        runner.parts.arrived(request, candidate.output_token_ids)
+        runner.parts.call(WorkerPart.arrived, request, candidate.output_token_ids)
 
 
 def _generator_state(runner: RunnerMixin, request_id: str) -> bytes | None:
