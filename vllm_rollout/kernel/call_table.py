@@ -12,6 +12,7 @@ travels each way. An error that concerns the client is a value. An exception is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -36,27 +37,15 @@ class NamedChoices(NamedTuple):
 
 
 class Operation(Generic[Argument, Result]):
-    """One row: an operation's name, the type of its argument and the type of its result."""
+    """One row: an operation's name, and the codecs of its argument and of its result."""
 
     def __init__(self, name: str, argument: Any, result: Any) -> None:
+        """`argument`, `result`: their types."""
         self.name = name
-        self._encoder = msgspec.msgpack.Encoder()
-        self._argument = msgspec.msgpack.Decoder(argument)
-        self._result = msgspec.msgpack.Decoder(result)
-
-    def encode_argument(self, argument: Argument) -> bytes:
-        return self._encoder.encode(argument)
-
-    def decode_argument(self, payload: bytes) -> Argument:
-        argument: Argument = self._argument.decode(payload)
-        return argument
-
-    def encode_result(self, result: Result) -> bytes:
-        return self._encoder.encode(result)
-
-    def decode_result(self, payload: bytes) -> Result:
-        result: Result = self._result.decode(payload)
-        return result
+        self.encode_argument: Callable[[Argument], bytes] = msgspec.msgpack.encode
+        self.decode_argument: Callable[[bytes], Argument] = msgspec.msgpack.Decoder(argument).decode
+        self.encode_result: Callable[[Result], bytes] = msgspec.msgpack.encode
+        self.decode_result: Callable[[bytes], Result] = msgspec.msgpack.Decoder(result).decode
 
 
 NAME_CHOICES: Operation[NamedChoices, None] = Operation("name_choices", NamedChoices, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from vllm.v1.outputs import ModelRunnerOutput
@@ -21,52 +22,38 @@ END_REASONS: dict[RequestStatus, EndReason] = {
 """End reason by final status. Every other status (aborted, error, ignored) is `failed`."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class EngineCandidate:
     """A tagged request in the scheduler."""
 
-    __slots__ = (
-        "end_reason",
-        "error",
-        "group",
-        "held",
-        "id",
-        "is_launched",
-        "is_told",
-        "num_dropped",
-        "num_preemptions",
-        "reads_notes",
-        "refusal",
-        "request",
-        "stop_strings",
-        "weights",
-    )
-
-    id: CandidateId
-    group: Group
+    request: Request
+    output_interval: InitVar[int] = 1
+    reads_notes: bool = field(default=True, kw_only=True)
+    """True if the client of the request is ours."""
+    id: CandidateId = field(init=False)
+    group: Group = field(init=False)
     """Group of the candidate. Like `id`, set when it is launched."""
+    held: HeldOutputs = field(init=False)
+    stop_strings: StopStrings | None = None
+    weights: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of first output token and number of the weights change from which the tokens were sampled."""
+    end_reason: EndReason | None = None
+    refusal: str | None = None
+    """Reason why its group refused it."""
+    error: str | None = None
+    """Reason why it failed, if known."""
+    is_launched: bool = False
+    """True if it is in a group: it was not refused, and the group is not broken."""
+    is_told: bool = False
+    """True if its group knows that it has ended."""
+    num_preemptions: int = 0
+    """Number of times that it lost its KV for lack of memory. vLLM's number counts our own reasons, too."""
+    num_dropped: int = 0
+    """Tokens of the last step after the one that completed a stop string."""
 
-    def __init__(self, request: Request, output_interval: int = 1, *, reads_notes: bool = True) -> None:
-        self.request = request
-        self.reads_notes = reads_notes
-        """True if the client of the request is ours."""
-        params = request.sampling_params
+    def __post_init__(self, output_interval: int) -> None:
+        params = self.request.sampling_params
         self.held = HeldOutputs(output_interval, None if params is None else params.num_logprobs)
-        self.stop_strings: StopStrings | None = None
-        self.weights: list[tuple[int, int]] = []
-        """Pairs of first output token and number of the weights change from which the tokens were sampled."""
-        self.end_reason: EndReason | None = None
-        self.refusal: str | None = None
-        """Reason why its group refused it."""
-        self.error: str | None = None
-        """Reason why it failed, if known."""
-        self.is_launched = False
-        """True if it is in a group: it was not refused, and the group is not broken."""
-        self.is_told = False
-        """True if its group knows that it has ended."""
-        self.num_preemptions = 0
-        """Number of times that it lost its KV for lack of memory. vLLM's number counts our own reasons, too."""
-        self.num_dropped = 0
-        """Tokens of the last step after the one that completed a stop string."""
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
@@ -18,12 +20,14 @@ def keep_first(output: EngineCoreOutput, num_tokens: int) -> None:
         output.routed_experts = output.routed_experts[:num_tokens]
 
 
-def own_columns(logprobs: LogprobsLists, num_logprobs: int) -> LogprobsLists:
+def own_columns(logprobs: LogprobsLists, num_logprobs: int | None) -> LogprobsLists:
     """The columns that this candidate has asked for. vLLM makes rows as wide as the widest request of their step.
 
-    A row begins with the sampled token. `num_logprobs`: number of further columns. -1: all.
+    A row begins with the sampled token. `num_logprobs`: number of further columns. None or -1: all.
     """
-    if num_logprobs < 0 or logprobs.logprobs.ndim < 2 or logprobs.logprobs.shape[1] <= num_logprobs + 1:
+    if num_logprobs is None or num_logprobs < 0:
+        return logprobs
+    if logprobs.logprobs.ndim < 2 or logprobs.logprobs.shape[1] <= num_logprobs + 1:
         return logprobs
     # Copied, so that the step's own arrays are freed.
     token_ids, values = (
@@ -51,6 +55,7 @@ def joined(rows: list[LogprobsLists]) -> LogprobsLists:
     )
 
 
+@dataclass(slots=True, eq=False)
 class HeldOutputs:
     """Data of one candidate's unsent outputs. The outputs themselves are dropped, because each step makes one per
     candidate.
@@ -58,31 +63,19 @@ class HeldOutputs:
     The first output is sent at once: it carries the prefill statistics for time to first token.
     """
 
-    __slots__ = (
-        "_events",
-        "_logprobs",
-        "_num_logprobs",
-        "_num_nans",
-        "_routed_experts",
-        "_token_ids",
-        "interval",
-        "passes_next",
-    )
-
-    def __init__(self, interval: int, num_logprobs: int | None = None) -> None:
-        self.interval = interval
-        """Tokens per message."""
-        self._num_logprobs = -1 if num_logprobs is None else num_logprobs
-        """Log probabilities per token that the candidate has asked for, beside the sampled token's. -1: all
-        that come.
-        """
-        self.passes_next = True
-        """True if the next output is sent at once."""
-        self._token_ids: list[int] = []
-        self._logprobs: list[LogprobsLists] = []
-        self._routed_experts: list[np.ndarray] = []
-        self._events: list[EngineCoreEvent] = []
-        self._num_nans = 0
+    interval: int
+    """Tokens per message."""
+    num_logprobs: int | None = None
+    """Log probabilities per token that the candidate has asked for, beside the sampled token's. None or -1: all that
+    come.
+    """
+    passes_next: bool = True
+    """True if the next output is sent at once."""
+    _token_ids: list[int] = field(default_factory=list)
+    _logprobs: list[LogprobsLists] = field(default_factory=list)
+    _routed_experts: list[np.ndarray] = field(default_factory=list)
+    _events: list[EngineCoreEvent] = field(default_factory=list)
+    _num_nans: int = 0
 
     def add(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """Take an output that is not the last one. Returns the output to send now, if any."""
@@ -109,7 +102,7 @@ class HeldOutputs:
         """Everything held, merged into this output."""
         if not self._token_ids:
             if output.new_logprobs is not None:
-                output.new_logprobs = own_columns(output.new_logprobs, self._num_logprobs)
+                output.new_logprobs = own_columns(output.new_logprobs, self.num_logprobs)
             return output
         self._collect(output)
         return self._release(output)
@@ -117,7 +110,7 @@ class HeldOutputs:
     def _collect(self, output: EngineCoreOutput) -> None:
         self._token_ids += output.new_token_ids
         if output.new_logprobs is not None:
-            self._logprobs.append(own_columns(output.new_logprobs, self._num_logprobs))
+            self._logprobs.append(own_columns(output.new_logprobs, self.num_logprobs))
         if output.routed_experts is not None:
             self._routed_experts.append(output.routed_experts)
         if output.events is not None:

@@ -72,7 +72,7 @@ class GroupSchedulerMixin:
         end_with_parent()
         answer_for_room(self.kv_cache_manager)
         self.faults = Faults()
-        self.weights = Weights(self, scheduler=self)  # type: ignore[arg-type]
+        self.weights = Weights(self)
         memories = next((make(dict(faces("memory"))) for _, make in faces("memories")), None)
         self.group_steps = GroupSteps([part() for _, part in faces("step")], contains=True, memories=memories)
         """Decides. All other code here translates and obeys."""

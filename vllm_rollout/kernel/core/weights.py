@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,19 +26,13 @@ FIRST_VERSION = "default"
 """vLLM's name for weights without a name."""
 
 
-class Preempting(Protocol):
-    """The part of our schedulers that weights need beside vLLM's scheduler."""
-
-    def preempt(self, request: Request, *, drop_stale_output: bool) -> None: ...
-
-
 class Weights:
     """The weights of one engine, in its scheduler."""
 
-    def __init__(self, groups: Preempting, scheduler: Scheduler) -> None:
-        """`groups` and `scheduler` are the same object, as our class and as vLLM's."""
-        self._groups = groups
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Any) -> None:
+        """`scheduler`: ours (`GroupSchedulerMixin`)."""
+        self._scheduler: Scheduler = scheduler
+        self._preempt: Callable[..., None] = scheduler.preempt
         self._known = Changes.num
         """Number of the change after which requests were salted last."""
         self._first = Changes.num
@@ -101,7 +95,7 @@ class Weights:
         running = [each for each in scheduler.running if each in stale]
         scheduler.running = [each for each in scheduler.running if each not in stale]
         for request in reversed(running):  # each is put before those that wait
-            self._groups.preempt(request, drop_stale_output=True)
+            self._preempt(request, drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             self.preempted(request)
             if not self._is_ours(request):  # its client's salt also finds KV of older weights
