@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import isfunction
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 
 from vllm_rollout.adapter.faults import Faults
 
@@ -26,12 +26,16 @@ Kind = TypeVar("Kind", bound=HookPart)
 class Hooks(Generic[Kind]):
     """The parts of one process, by the hooks that they have."""
 
-    def __init__(self, port: type[Kind], parts: Sequence[tuple[str, Kind]], faults: Faults) -> None:
-        """`port`: its methods are the hooks. `parts`: with their names. `faults`: of the process."""
-        self._faults = faults
+    port: ClassVar[type[HookPart]]
+    """The class of the parts. Its methods are the hooks."""
+
+    def __init__(self, parts: Sequence[tuple[str, Kind]] = (), faults: Faults | None = None) -> None:
+        """`parts`: with their names. `faults`: counts their exceptions."""
+        self.parts = [part for _, part in parts]
+        self._faults = faults or Faults()
         self._with: dict[str, list[tuple[str, Kind]]] = {
             hook: [(name, part) for name, part in parts if getattr(type(part), hook) is not does_nothing]
-            for hook, does_nothing in vars(port).items()
+            for hook, does_nothing in vars(self.port).items()
             if isfunction(does_nothing)
         }
 

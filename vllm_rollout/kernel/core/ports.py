@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.hooks import HookPart, Hooks
 from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.parts import faces
@@ -51,10 +50,7 @@ class CorePart(HookPart):
 class CoreParts(Hooks[CorePart]):
     """The parts of one scheduler, by the hooks that they have."""
 
-    def __init__(self, parts: Sequence[tuple[str, CorePart]], faults: Faults) -> None:
-        """`parts`: with their names. `faults`: the scheduler's, which API processes count."""
-        super().__init__(CorePart, parts, faults)
-        self._parts = [part for _, part in parts]
+    port = CorePart
 
     @classmethod
     def of(cls, scheduler: Any) -> CoreParts:
@@ -62,7 +58,7 @@ class CoreParts(Hooks[CorePart]):
 
     def part(self, kind: type[Kind]) -> Kind:
         """The part of this class. Raises: LookupError if there is none."""
-        if (found := next((part for part in self._parts if isinstance(part, kind)), None)) is None:
+        if (found := next((part for part in self.parts if isinstance(part, kind)), None)) is None:
             raise LookupError(f"no part has {kind.__name__} in this engine core")
         return found
 

@@ -12,7 +12,6 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.hooks import HookPart, Hooks
 from vllm_rollout.kernel.parts import faces
 
@@ -47,10 +46,7 @@ class WorkerPart(HookPart):
 class WorkerParts(Hooks[WorkerPart]):
     """The parts of one worker, by the hooks that they have."""
 
-    def __init__(self, parts: Sequence[tuple[str, WorkerPart]] = (), faults: Faults | None = None) -> None:
-        """`parts`: with their names. `faults`: the model runner's, which its reports count."""
-        super().__init__(WorkerPart, parts, faults or Faults())
-        self.parts = [part for _, part in parts]
+    port = WorkerPart
 
     @classmethod
     def of(cls, worker: Any) -> WorkerParts:
