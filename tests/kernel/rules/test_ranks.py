@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.kernel.rules.ranks import Ranks, agreed_rank, choose_rank
+from vllm_rollout.kernel.rules.ranks import Ranks, agreed_rank
 
 
 def candidates(num: int) -> dict[int, int]:
@@ -18,7 +18,9 @@ def candidates(num: int) -> dict[int, int]:
     [([3, 3, 3], 0, 0), ([3, 3, 3], 1, 1), ([3, 3, 3], 2, 2), ([1, 2, 1, 2], 1, 2), ([1, 2, 1, 2], 3, 0)],
 )
 def test_of_ranks_with_the_least_load_the_next_in_turn_gets_a_group(loads, turn, rank):
-    assert choose_rank(loads, turn) == rank
+    ranks = Ranks(len(loads), turn)
+    ranks.others = loads
+    assert ranks.next_rank() == rank
 
 
 def test_requests_of_others_count_in_the_load_of_a_rank():

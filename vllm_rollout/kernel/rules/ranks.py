@@ -23,11 +23,6 @@ from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.kernel.rules.sibling_table import SiblingTable
 
 
-def choose_rank(loads: Sequence[float], turn: int) -> int:
-    """The rank with the least load. Among equal ones, the next in turn from rank `turn` on."""
-    return min(range(len(loads)), key=lambda rank: (loads[rank], (rank - turn) % len(loads)))
-
-
 def agreed_rank(group_id: str, ranks: Collection[int]) -> int:
     """One of these ranks by the id only, so that processes without shared state choose the same.
 
@@ -114,11 +109,9 @@ class Ranks:
         self.num_candidates[group.rank] -= group.num_left
 
     def next_rank(self) -> int:
-        """The rank with the least load. Ties go in turn."""
-        ranks = self._open_ranks
-        turn = sum(rank < self._turn for rank in ranks)
+        """The rank with the least load. Among equal ones, the next in turn."""
         loads = self.loads
-        rank = ranks[choose_rank([loads[rank] for rank in ranks], turn)]
+        rank = min(self._open_ranks, key=lambda rank: (loads[rank], (rank - self._turn) % self.num_ranks))
         self._turn = (rank + 1) % self.num_ranks
         return rank
 
