@@ -6,7 +6,6 @@ from vllm_rollout.kernel.rules.prompt_key import (
     history_key,
     joined_id,
     kept_name,
-    key_of_id,
     num_bytes,
     seed_for,
 )
@@ -58,12 +57,12 @@ def test_a_joined_group_is_another_one_in_another_run_for_another_prompt_or_adap
 @pytest.mark.parametrize("name", ["", "q1", "é" * 64, "x" * 256])
 def test_a_small_name_is_remembered_as_it_is(name):
     assert kept_name(name) == name
-    assert key_of_id(name) == f"id:{name}"
+    assert history_key(name, ()) == f"id:{name}"
 
 
 @pytest.mark.parametrize("name", ["x" * 257, "x" * 2**20, "x" * 64 + "漢", "漢" * 256, "\ud800" * 65])
 def test_a_large_name_is_remembered_by_its_digest(name):
     kept = kept_name(name)
     assert num_bytes(kept) <= MAX_KEPT_BYTES < num_bytes(name)
-    assert kept == kept_name(kept) == key_of_id(name)
+    assert kept == kept_name(kept) == history_key(name, ())
     assert kept not in {kept_name(other) for other in (name[1:], name[:-1] + "y", name + "x")}

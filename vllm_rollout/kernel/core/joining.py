@@ -31,6 +31,7 @@ from vllm_rollout.kernel.xargs import NAMES, audit_ratio_from_xargs, plan_from_x
 logger = init_logger("vllm.vllm_rollout")
 
 ADDED_DIGITS = re.compile(r"-[0-9a-f]{8}$")
+"""Random digits that vLLM adds to a client's id of a request."""
 CHILD_ID = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
 """Id of one of the n requests that vLLM makes from a request with n choices."""
 
@@ -97,7 +98,7 @@ class Joining:
         if name is None:
             name = self._prompt_groups.join((join, content, adapter), join.num_candidates)
             self._numbers[request.request_id] = name
-        id, parent = _clients_id(request.request_id), None
+        id, parent = ADDED_DIGITS.sub("", request.request_id), None
         answer = AnswerName(request_name(EVERYBODY, id, join.namespace))
         if child := CHILD_ID.fullmatch(id):
             parent = AnswerName(request_name(EVERYBODY, child[2], join.namespace), int(child[1]))
@@ -121,11 +122,6 @@ class Joining:
             )
         reason = observing_refusal(self._config)
         return reason and f"candidates cannot be scored: {reason}. Build the engine without it, or leave pruning out."
-
-
-def _clients_id(request_id: str) -> str:
-    """Request id as the client knows it: without the eight random digits that vLLM adds."""
-    return ADDED_DIGITS.sub("", request_id)
 
 
 def _content_of(request: Request) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import Ending, RankCounts, is_too_late
+from vllm_rollout.kernel.rules.types import Ending, RankCounts, TooLate
 
 Kind = TypeVar("Kind")
 
@@ -160,7 +160,7 @@ class CandidateEnd:
     @property
     def group_lost(self) -> bool:
         """True if its group completed in the step of its end, but after as many groups as its round wanted."""
-        return is_too_late(self.parts)
+        return any(isinstance(value, TooLate) for value in self.parts.values())
 
 
 Happening = CandidateTokens | CandidateEnd

@@ -42,7 +42,6 @@ AUTO = "auto"
 
 MAX_NAME_CHARS = 256
 
-SHARE = Number(0, 1, above=True)
 SIZE, _SPARE = Integer(1, config.MAX_GROUP_SIZE), Integer(0, config.MAX_GROUP_SIZE)
 
 

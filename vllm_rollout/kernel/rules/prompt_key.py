@@ -36,12 +36,6 @@ def kept_name(name: str) -> str:
     return f"{KEY_OF_DIGEST}{blake2b(name.encode(errors='surrogatepass'), digest_size=16).hexdigest()}"
 
 
-def key_of_id(id: str) -> str:
-    """The name, over all rollouts, of a prompt that has the client's id `id`."""
-    kept = kept_name(id)
-    return f"{KEY_OF_ID}{id}" if kept == id else kept
-
-
 def digest_of(token_ids: Sequence[int]) -> str:
     """Digest of a prompt's tokens, 24 hexadecimal digits."""
     return blake2b(array("Q", token_ids).tobytes(), digest_size=12).hexdigest()
@@ -49,9 +43,10 @@ def digest_of(token_ids: Sequence[int]) -> str:
 
 def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
     """A prompt's name across rollouts: made from the client's id, else from its tokens."""
-    if prompt_id is not None:
-        return key_of_id(prompt_id)
-    return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"
+    if prompt_id is None:
+        return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"
+    kept = kept_name(prompt_id)
+    return f"{KEY_OF_ID}{prompt_id}" if kept == prompt_id else kept
 
 
 def seed_for(seed: int, prompt: str) -> int:

@@ -57,19 +57,16 @@ class Reward(NamedTuple):
     """True if the reward is above the threshold: the label for calibration and head."""
 
 
-NamedBy = Literal["rollout", "group", "request"]
-"""Kind of the id in a candidate's name.
-
-rollout  a rollout's id, with the prompt's id beside the index
-group    the id of one group of a rollout, after OWNER/ if the rollout's id has an owner
-request  the id of a request that was a group, or one candidate of it, with the choice in its answer as index
-"""
-
-
 class NamedReward(NamedTuple):
     """A reward, and the kind of id that names its candidate."""
 
-    by: NamedBy
+    by: Literal["rollout", "group", "request"]
+    """Kind of the id.
+
+    rollout  a rollout's id, with the prompt's id beside the index
+    group    the id of one group of a rollout, after OWNER/ if the rollout's id has an owner
+    request  the id of a request that was a group, or one candidate of it, with the choice in its answer as index
+    """
     id: str
     reward: Reward
     """Its prompt id is used only if `by` is "rollout"."""

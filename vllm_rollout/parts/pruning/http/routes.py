@@ -20,13 +20,13 @@ from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import CHANGE_ERRORS, ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import json_response
 from vllm_rollout.kernel.http.service import RolloutService
-from vllm_rollout.kernel.rules.fields import SHARE
 from vllm_rollout.parts.pruning.http import votes
 from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
 from vllm_rollout.parts.pruning.http.plan import LearningPlan
 from vllm_rollout.parts.pruning.http.prompts import DEFAULT_PAGE, MAX_PAGE, PromptsAnswer
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.pruning.http.votes import VoteAnswer, VoteRequest
+from vllm_rollout.parts.pruning.rules.fields import SHARE
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import DEFAULT_KEEP_RATIO, LengthTrialReport

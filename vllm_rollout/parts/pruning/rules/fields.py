@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vllm_rollout import config
-from vllm_rollout.kernel.rules.fields import AUTO, SHARE
+from vllm_rollout.kernel.rules.fields import AUTO
 from vllm_rollout.kernel.rules.rows import Either, Flag, Integer, Names, Number, Object, Several, row
 from vllm_rollout.kernel.rules.types import Signal
 
@@ -20,6 +20,7 @@ MAX_MIN_LABELS = config.CALIBRATION_WINDOW // 2
 MAX_STRENGTH = 1000.0
 """Largest `strength` of the paper's rule that a request may name."""
 
+SHARE = Number(0, 1, above=True)
 _LENGTH = Integer(1, config.MAX_DETECTION_LENGTH)
 
 
