@@ -37,6 +37,7 @@ def test_flat_fields_make_the_plan_of_the_request_s_own_group():
         ),
         ({"rollout_selection": "dual_end", "rollout_early_stop": 1}, 4, "rollout_early_stop", ["dual_end"]),
         ({"rollout_patience": 2}, 4, "rollout_patience", ["dual_end", "'first'"]),
+        ({"rollout_patience": 10**400}, 4, "rollout_patience", ["must be a number in [1, 1000], got 1000"]),
         ({"rollout_num_candidates": 4}, 4, "rollout_num_candidates", ["needs rollout_group_size"]),
         ({"rollout_group_size": 4}, 4, "rollout_group_size", ["n is 4", "n=1"]),
         ({"rollout_redundency": 4}, 4, "rollout_redundency", ["rollout_redundancy"]),

@@ -9,7 +9,6 @@ Invariant: the check and the description of a range use the same values.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -52,10 +51,10 @@ class Number:
         return f"a number in {'(' if self.above else '['}{self.least:g}, {self.most:g}{')' if self.below else ']'}"
 
     def holds(self, value: object) -> bool:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             return False
         is_end = (self.above and value == self.least) or (self.below and value == self.most)
-        return self.least <= value <= self.most and not is_end
+        return self.least <= value <= self.most and not is_end  # False for NaN
 
 
 @dataclass(frozen=True, slots=True)
