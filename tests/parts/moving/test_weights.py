@@ -23,6 +23,8 @@ from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothin
 from tests.parts.moving.moving_runs import Ranks
 from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
 from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
+from vllm_rollout.kernel.call_table import RECOMPUTE
+from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 from vllm_rollout.parts.moving.core.moving import salt_to_move
 
@@ -250,6 +252,15 @@ def test_what_is_computed_again_reads_no_older_kv_and_finds_its_siblings(known):
     assert [run.note(id).num_preemptions for id in ids] == [0, 0]
     assert [run.note(id).weights for id in ids] == [known.spans(id) for id in ids]
     assert_nothing_left(run)
+
+
+def test_without_a_name_nothing_is_computed_again(known):
+    add_group(known.run, "g", [60], group_size=1)
+    steps(known.run, 20)
+    Changes.num += 1
+    core = SimpleNamespace(scheduler=known.run.scheduler)
+    answer = rollout_call(core, RECOMPUTE.name, RECOMPUTE.encode_argument([]))
+    assert RECOMPUTE.decode_result(answer) == 0
 
 
 def test_a_candidate_with_its_clients_salt_is_computed_again_too(known):

@@ -55,7 +55,7 @@ def _rank_counts(core: EngineCore) -> RankCounts:
 
 ANSWERS: Answers = {
     ABORT_REQUESTS: lambda core, names: core.scheduler.abort_named(frozenset(names)),
-    RECOMPUTE: lambda core, names: core.scheduler.recompute(names and frozenset(names)),
+    RECOMPUTE: lambda core, names: core.scheduler.recompute(None if names is None else frozenset(names)),
     CANCEL_GROUPS: lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     GIVE_UP: lambda core, candidates: core.scheduler.give_up(candidates),
     RANK_COUNTS: lambda core, _: _rank_counts(core),
