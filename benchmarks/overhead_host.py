@@ -95,7 +95,6 @@ def observe_us(num_rows: int, num_steps: int) -> dict[str, float]:
                 num_computed = np.full(num_rows, 2 * PROMPT if kind == "due" else PROMPT + 1 + number)
                 tracker.observe(list(ids), logits, num_computed - (kind == "due"), unfinished)
                 report = StepReport(tracker.step, Observing(tracker, Faults()))
-                report.begin_copy()
                 report.attach(ModelRunnerOutput.__new__(ModelRunnerOutput))
 
             found[f"observe_{kind}"] = median_us(step, num_steps)

@@ -6,7 +6,7 @@ Invariant: no step waits for a report, which comes with the step's own output.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,48 +22,26 @@ from vllm_rollout.kernel.worker.ports import WorkerPart, WorkerParts
 class Report(Protocol):
     """Data of a step for the scheduler."""
 
-    @property
-    def is_on_host(self) -> bool:
-        """False if `begin_copy` has something to copy from the device."""
+    def attach(self, output: ModelRunnerOutput) -> None:
+        """Attach the report to the output, where the scheduler reads it. It must not raise."""
 
-    def begin_copy(self) -> None:
-        """Begin the copy to the host, on the current stream. It must not raise."""
+
+class PlainReport(NamedTuple):
+    """Report of a step in which no request was observed. Fields: as of a RunnerReport."""
+
+    weights: int
+    num_internal_errors: int
 
     def attach(self, output: ModelRunnerOutput) -> None:
-        """Attach the report to the output, where the scheduler reads it. Waits for the copy. It must not raise."""
-
-
-class PlainReport:
-    """Report of a step in which no request was observed."""
-
-    is_on_host = True
-
-    def __init__(self, weights: int, num_internal_errors: int) -> None:
-        """Arguments: as of a RunnerReport."""
-        self._weights, self._num_internal_errors = weights, num_internal_errors
-
-    def begin_copy(self) -> None:
-        """There is nothing to copy."""
-
-    def attach(self, output: ModelRunnerOutput) -> None:
-        report = nothing_seen(len(output.req_ids), weights=self._weights, num_internal_errors=self._num_internal_errors)
-        setattr(output, REPORT_ATTRIBUTE, report)
+        setattr(output, REPORT_ATTRIBUTE, nothing_seen(len(output.req_ids), **self._asdict()))
 
 
 class ReportedOutput(AsyncModelRunnerOutput):
     """An asynchronous runner output whose report comes with it."""
 
-    def __init__(self, inner: AsyncModelRunnerOutput, report: Report, copy_stream: torch.cuda.Stream | None) -> None:
-        """`copy_stream`: None if the report is on the host already."""
+    def __init__(self, inner: AsyncModelRunnerOutput, report: Report) -> None:
         self._inner = inner
         self._report = report
-        if copy_stream is None:
-            report.begin_copy()
-            return
-        main_stream = torch.cuda.current_stream()
-        with torch.cuda.stream(copy_stream):
-            copy_stream.wait_stream(main_stream)
-            report.begin_copy()
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._inner.get_output()
@@ -97,19 +75,20 @@ class RunnerMixin:
         self.parts.call(WorkerPart.see_step, scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def step_report(self) -> Report | None:
-        """Report of the step that was sampled. None: it has nothing to report."""
+    def step_report(self, *, is_async: bool) -> Report | None:
+        """Report of the step that was sampled. None: it has nothing to report. `is_async`: nobody waits for the step
+        before the next one begins."""
         return PlainReport(self.weights, self.faults.num) if self.weights or self.faults.num else None
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
-        if output is None or (report := self.step_report()) is None:
+        is_async = not isinstance(output, ModelRunnerOutput)
+        if output is None or (report := self.step_report(is_async=is_async)) is None:
             return output
-        if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too
-            report.begin_copy()
-            report.attach(output)
-            return output
-        return ReportedOutput(output, report, None if report.is_on_host else self._copy_stream())
+        if is_async:
+            return ReportedOutput(output, report)
+        report.attach(output)  # the synchronous loop, which has waited for its tokens too
+        return output
 
 
 class RunnerV1Mixin(RunnerMixin):
@@ -117,9 +96,6 @@ class RunnerV1Mixin(RunnerMixin):
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._sample(logits, unless_empty(spec_decode_metadata), *args, **kwargs)
-
-    def _copy_stream(self) -> torch.cuda.Stream:
-        return self.async_output_copy_stream
 
 
 def unless_empty(drafted: Any) -> Any:
@@ -151,9 +127,6 @@ class CPURunnerV1Mixin(RunnerV1Mixin):
 
 class RunnerV2Mixin(RunnerMixin):
     """`vllm/v1/worker/gpu/model_runner.py`. Overrides: those of RunnerMixin."""
-
-    def _copy_stream(self) -> torch.cuda.Stream:
-        return self.output_copy_stream
 
 
 def extend_runner(runner: Any, *, v2: bool, cpu: bool) -> None:

@@ -54,22 +54,26 @@ class HostCopy:
 class StepReport:
     """Observations of a step and the version of its weights, for the scheduler."""
 
-    def __init__(self, step: StepValues | None, observing: Observing, weights: int = 0) -> None:
-        """`step`: None if no request was observed. `weights`: as of a RunnerReport."""
+    def __init__(
+        self,
+        step: StepValues | None,
+        observing: Observing,
+        weights: int = 0,
+        copy_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Begin the copy to the host, on this stream or the current one.
+
+        `step`: None if no request was observed. `weights`: as of a RunnerReport.
+        """
         self._step = step
         self._weights = weights
         self._failed = observing.take_failed()
         self._observing = observing
         self._copy: HostCopy | None = None
         self._error: Exception | None = None
-
-    @property
-    def is_on_host(self) -> bool:
-        return self._step is None or self._step.on_host
-
-    def begin_copy(self) -> None:
         try:
-            self._copy = None if self._step is None else HostCopy(self._step)
+            if step is not None:
+                self._copy = HostCopy(step) if copy_stream is None else _copied_on(copy_stream, step)
         except Exception as error:
             self._error = error
 
@@ -91,6 +95,14 @@ class StepReport:
             weights=self._weights,
         )
         setattr(output, REPORT_ATTRIBUTE, report)
+
+
+def _copied_on(stream: torch.cuda.Stream, step: StepValues) -> HostCopy:
+    """Copy of a step that the current stream computes, on another stream."""
+    main_stream = torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        stream.wait_stream(main_stream)
+        return HostCopy(step)
 
 
 def _report(output: ModelRunnerOutput, step: StepValues, observing: Observing) -> RunnerReport:
@@ -135,11 +147,13 @@ class ObservingMixin:
             tracker.start_step()
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def step_report(self) -> Report | None:
+    def step_report(self, *, is_async: bool) -> Report | None:
         step = self.candidate_tracker.step
         if step is None and not self.observing.has_failed:
-            return super().step_report()
-        return StepReport(step, self.observing, self.weights)
+            return super().step_report(is_async=is_async)
+        is_on_device = step is not None and not step.on_host
+        stream = self._copy_stream() if is_async and is_on_device else None
+        return StepReport(step, self.observing, self.weights, stream)
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +202,9 @@ class ObservingV1Mixin(ObservingMixin):
             self.candidate_tracker.observe(request_ids, logits, num_computed - num_drafted, unfinished, verified)
         return output
 
+    def _copy_stream(self) -> torch.cuda.Stream:
+        return self.async_output_copy_stream
+
     def _cannot_verify(self) -> bool:
         """True if this step samples as without drafts. A part whose drafter drafts for every request overrides it."""
         return False
@@ -220,6 +237,9 @@ class ObservingV2Mixin(ObservingMixin):
             with self.observing:
                 self.candidate_tracker.see_hidden_states(hidden_states, input_batch.logits_indices)
         return super().sample(hidden_states, input_batch, *args, **kwargs)
+
+    def _copy_stream(self) -> torch.cuda.Stream:
+        return self.output_copy_stream
 
 
 class SamplerMixin:
