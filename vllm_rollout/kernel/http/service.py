@@ -20,7 +20,6 @@ from vllm_rollout.kernel.http.aborts import Aborts, not_launched
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.kernel.http.clients import client_namespace, client_request
-from vllm_rollout.kernel.http.course import AllPrompts
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     Engine,
@@ -35,7 +34,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import ASKS_A_PART, Draft, Given, PlanPart
 from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
-from vllm_rollout.kernel.http.rollout import Rollout, alike, check_max_candidates, check_num_candidates
+from vllm_rollout.kernel.http.rollout import Course, Rollout, alike, check_max_candidates, check_num_candidates
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.http.started_group import StartedGroup
@@ -154,7 +153,7 @@ class RolloutService:
             seed_names=[prompt.id for prompt in prompts],
             included=frozenset(request.include),
             stream_tokens=request.stream_tokens,
-            course=AllPrompts(draft.positions),
+            course=Course(draft.positions),
             on_engine_failure=request.on_engine_failure,
             priority=request.priority,
             is_graded=request.reward is not None,
