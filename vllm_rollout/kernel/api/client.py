@@ -6,12 +6,14 @@ Invariant: a request without our fields takes the base class's path unchanged.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -24,7 +26,6 @@ from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.output_text import keep_to_output_text
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.api.forking import fork_engines
 from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
 from vllm_rollout.kernel.api.life import Life
@@ -58,7 +59,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """Called with the names of requests that a client aborts, in the process that takes the abort."""
         self.before_rollouts: Callable[[], Awaitable[None]] | None = None
         """Called before a rollout, or a candidate of a group, begins."""
-        fork_engines(kwargs["vllm_config"])
+        _fork_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         keep_to_output_text(self.output_processor)
         self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
@@ -227,6 +228,21 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
             if state is not None:
                 self.output_processor.abort_requests([request_id], internal=True)
                 state.queue.put(error)
+
+
+def _fork_engines(vllm_config: VllmConfig) -> None:
+    """Make engine cores copies of this process: ten seconds sooner than processes that import vLLM again. Call this
+    before this process starts them.
+
+    vLLM makes copies on a GPU. Its CPU platform starts new processes, because OpenMP reads the number of threads when a
+    process starts. `kernel/worker/cpu_executor.py` sets that number later.
+
+    A process that has computed with several threads must not be copied: OpenMP would wait for ever for threads that the
+    copy does not have. An API process computes only with images and sounds. Engines that are rebuilt while the server
+    runs are not copied either (`ServeOptions.forks`).
+    """
+    if ServeOptions.of(vllm_config).forks and not vllm_config.model_config.is_multimodal_model:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
 def _fail_calls(engine_core: AsyncMPClient, handler: asyncio.Task[None]) -> None:
