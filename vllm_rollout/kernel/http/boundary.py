@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_HELD_BYTES
-from vllm_rollout.kernel.http.clients import answering
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_response, explain_internal, explain_invalid, explain_unreadable
 from vllm_rollout.kernel.http.parsed import BodyRequest
@@ -132,8 +131,7 @@ class RolloutRoute(APIRoute):
         async def handler(request: Request) -> Response:
             try:
                 self._check_size(request.headers.get("content-length", ""))
-                with answering(request.headers):
-                    return await handle(BodyRequest(request.scope, request.receive, body))
+                return await handle(BodyRequest(request.scope, request.receive, body))
             except RequestValidationError as error:
                 return error_response(explain_invalid(error, body))
             except RequestError as error:

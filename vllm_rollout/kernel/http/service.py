@@ -19,7 +19,7 @@ from vllm_rollout.background import survived, to_its_end
 from vllm_rollout.kernel.http.aborts import Aborts, not_launched
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
-from vllm_rollout.kernel.http.clients import client_namespace, client_request
+from vllm_rollout.kernel.http.clients import client_headers, client_namespace
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     Engine,
@@ -143,7 +143,7 @@ class RolloutService:
         for part in parts:
             part.audit(draft)
         rollout = Rollout(
-            id=rollout_id(client_request()),
+            id=rollout_id(client_headers().get("x-request-id")),
             created=int(time.time()),
             namespace=client_namespace(),
             model=model,

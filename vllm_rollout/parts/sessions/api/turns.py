@@ -22,14 +22,14 @@ from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.api.group_client import let_stream
 from vllm_rollout.kernel.api.refusals import raise_as_vllms
 from vllm_rollout.kernel.api.versions import version_spans
-from vllm_rollout.kernel.http.clients import client_namespace, client_session
+from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 from vllm_rollout.kernel.xargs import NAMES
-from vllm_rollout.parts.sessions.http.asked import turn_from_xargs
+from vllm_rollout.parts.sessions.http.asked import client_session, turn_from_xargs
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 
