@@ -20,8 +20,7 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
 
-from vllm_rollout.kernel.http.clients import namespace_of
-from vllm_rollout.kernel.http.paths import path_of
+from vllm_rollout.kernel.http.clients import namespace_of, path_of
 
 _open_path: ContextVar[str | None] = ContextVar("open_path", default=None)
 """Path of the current request if no key guards it, else None."""

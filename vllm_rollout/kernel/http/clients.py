@@ -1,5 +1,5 @@
-"""The client of the request that is being answered. Clients with the same API key share a namespace for the names they
-choose.
+"""Client and path of the request that is being answered. Clients with the same API key share a namespace for the names
+they choose.
 
 Invariant: no key is kept, only its hash.
 """
@@ -64,3 +64,9 @@ def client_headers() -> Mapping[str, str]:
 def namespace_of(authorization: str | None) -> str:
     """The namespace of a client with this `Authorization` header."""
     return "" if authorization is None else blake2b(authorization.encode(), digest_size=8).hexdigest()
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request as the app's routes name it, without a proxy's prefix (`root_path`)."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
