@@ -24,7 +24,7 @@ from vllm_rollout.kernel.api.refusals import raise_as_vllms
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.ended import reward_of
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.http.reward_body import RewardOptions
+from vllm_rollout.kernel.http.protocol import RewardOptions
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.xargs import NAMES
