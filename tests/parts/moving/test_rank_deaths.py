@@ -25,11 +25,10 @@ from tests.support.waiting import eventually, wait_until
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api import life, server_folder
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, NoRankLeft
-from vllm_rollout.kernel.api.life import Life
-from vllm_rollout.kernel.api.life_port import Death
+from vllm_rollout.kernel.api.life import life_of
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.rules.ranks import Ranks
-from vllm_rollout.parts.moving.api.deaths import Deaths, RankProcesses, outlives_a_rank
+from vllm_rollout.parts.moving.api.deaths import Death, Deaths, RankProcesses, outlives_a_rank
 from vllm_rollout.parts.moving.api.rank_client import RankClient
 
 pytestmark = pytest.mark.anyio
@@ -181,7 +180,7 @@ async def test_two_ranks_die_with_a_group_between_them(monkeypatch: pytest.Monke
     end_within(30)
     with server_folder.of_a_server():
         client = TwoRanksAndAHealthyOne()
-        watch = Life(client)
+        watch = life_of(client)
         route = client.routes.open("moving", {0: 0}, 1)
 
         async def move() -> None:

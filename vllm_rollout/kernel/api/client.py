@@ -28,7 +28,7 @@ from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
-from vllm_rollout.kernel.api.life import Life
+from vllm_rollout.kernel.api.life import life_of
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.call_table import ABORT_REQUESTS
 from vllm_rollout.kernel.http.engine import EngineStopped
@@ -75,7 +75,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         ranks = new_ranks(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
         routes = GroupRoutes(ranks, self.request_counts if self.num_ranks > 1 else None)
         self.begin_groups(routes, Metrics())
-        self.life = Life(self)
+        self.life = life_of(self)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         before, self.before_shutdown = self.before_shutdown, None
@@ -100,7 +100,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         return [max(waiting + running, core.engine_inflight[engine]) for engine, (waiting, running, _) in told]
 
     @property
-    def living_ranks(self) -> list[int]:
+    def living_ranks(self) -> Sequence[int]:
         """Ranks of this client that have not died."""
         return self.life.living_ranks
 

@@ -268,7 +268,7 @@ class EngineMoves(MovesPart):
         try:
             released = await self._release(source, wanted)
         except Exception as error:
-            if source not in self._client.life.dead:
+            if source in self._client.living_ranks:
                 logger.exception("rank %d did not release group %s", source, route.group_id)
             return await self._take_back(route, wanted, Move("failed", str(error)))
         if released.outcome == "over":
@@ -278,7 +278,7 @@ class EngineMoves(MovesPart):
             return await self._take_back(route, wanted, Move("stays", released.reason or REASONS[released.outcome]))
         try:
             await self._calls.call_rank(target, ADOPT_GROUP, GroupToAdopt(*wanted, released.parcel))
-            if target in self._client.life.dead:  # it died with the group, whose requests were not known to be there
+            if target not in self._client.living_ranks:  # it died with the group, whose requests were not known there
                 raise RankDied.of(target)
         except Exception as error:
             logger.exception("rank %d did not adopt group %s of rank %d", target, route.group_id, source)
@@ -288,7 +288,7 @@ class EngineMoves(MovesPart):
         try:
             await self._calls.call_rank(source, CONFIRM_MOVE, wanted)
         except Exception:
-            if source not in self._client.life.dead:  # a dead one has nothing to forget
+            if source in self._client.living_ranks:  # a dead one has nothing to forget
                 logger.exception("rank %d did not forget group %s", source, route.group_id)
         return Move("moved")
 
@@ -297,7 +297,7 @@ class EngineMoves(MovesPart):
         try:
             await self._calls.call_rank(route.rank, KEEP_GROUP, wanted)
         except Exception as error:
-            is_dead = route.rank in self._client.life.dead
+            is_dead = route.rank not in self._client.living_ranks
             if not is_dead:
                 logger.exception("group %s is lost", route.group_id)
             await self._client.lose_group(route.group_id, RankDied.of(route.rank) if is_dead else error)
