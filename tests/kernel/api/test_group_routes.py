@@ -12,8 +12,8 @@ from vllm.exceptions import VLLMValidationError
 from tests.support.work import faster_than_linear
 from vllm_rollout.kernel.api import group_routes
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.engine_calls import RankDied
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
-from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
 from vllm_rollout.kernel.rules.ranks import Ranks
 

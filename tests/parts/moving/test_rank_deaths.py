@@ -24,9 +24,9 @@ from tests.support.time_limit import end_within
 from tests.support.waiting import eventually, wait_until
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api import life, server_folder
+from vllm_rollout.kernel.api.engine_calls import RankDied
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.kernel.api.life import life_of
-from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.rules.ranks import Ranks
 from vllm_rollout.parts.moving.api.deaths import Death, Deaths, RankProcesses, outlives_a_rank
 from vllm_rollout.parts.moving.api.rank_client import RankClient

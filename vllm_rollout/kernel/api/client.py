@@ -25,11 +25,10 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.output_text import keep_to_output_text
 from vllm_rollout.kernel.api.door import Door
-from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.api.engine_calls import EngineCalls, RankDied
 from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
 from vllm_rollout.kernel.api.life import life_of
-from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.call_table import ABORT_REQUESTS
 from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics

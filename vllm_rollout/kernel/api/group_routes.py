@@ -13,7 +13,7 @@ from http import HTTPStatus
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from vllm_rollout.kernel.api.door import Door
-from vllm_rollout.kernel.api.rank_died import RankDied
+from vllm_rollout.kernel.api.engine_calls import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.other_requests import OtherRequests

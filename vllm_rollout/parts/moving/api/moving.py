@@ -32,9 +32,8 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
-from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.api.engine_calls import EngineCalls, RankDied
 from vllm_rollout.kernel.api.group_routes import GroupRoute
-from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.parts.moving.calls import (
     ADOPT_GROUP,

@@ -10,8 +10,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.engine_calls import RankDied
 from vllm_rollout.kernel.api.life import Life
-from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.parts.moving.api.deaths import Deaths
 
 logger = init_logger("vllm.vllm_rollout")
