@@ -18,7 +18,17 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from tests.support.part_modules import modules
 from tests.support.steps import group_steps
-from vllm_rollout.kernel.call_table import ABORT_REQUESTS, RECOMPUTE, Argument, Operation, Result
+from vllm_rollout.kernel.call_table import (
+    ABORT_REQUESTS,
+    CANCEL_GROUPS,
+    GIVE_UP,
+    LAST_TOKENS,
+    RECOMPUTE,
+    Argument,
+    LastTokens,
+    Operation,
+    Result,
+)
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -199,7 +209,13 @@ class FakeEngine:
     async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
         """Results of an operation, as of one rank."""
         self.check_alive()
-        answers: dict[Any, Callable[[Any], Any]] = {RECOMPUTE: self._recompute, ABORT_REQUESTS: self._abort}
+        answers: dict[Any, Callable[[Any], Any]] = {
+            ABORT_REQUESTS: self._abort,
+            CANCEL_GROUPS: self._cancel,
+            GIVE_UP: self._give_up,
+            LAST_TOKENS: self._last_tokens,
+            RECOMPUTE: self._recompute,
+        }
         for part in self.parts.values():
             answers |= part.answers()
         return [answers[operation](argument)]
@@ -349,22 +365,19 @@ class FakeEngine:
         self.recomputed.append(names)
         return 3
 
-    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        self.check_alive()
+    def _cancel(self, group_ids: Sequence[str]) -> None:
         self.cancelled.update(id for id in group_ids if id in self.groups)
 
-    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
-        self.check_alive()
+    def _give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
         for group_id, indices in candidates.items():
             if group_id in self.groups:
                 self.groups[group_id].give_up(group_id, indices)
 
-    async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
-        self.check_alive()
+    def _last_tokens(self, group_id: str) -> list[LastTokens]:
         running = [each for id, each in self.candidates.items() if id.group_id == group_id]
         offsets = [max(0, each.num_tokens - self.most_last_tokens) for each in running]
         return [
-            CandidateTokens(each.index, offset, each.token_ids[offset : each.num_tokens], logprobs=None)
+            LastTokens(each.index, offset, each.token_ids[offset : each.num_tokens])
             for each, offset in zip(running, offsets, strict=True)
         ]
 

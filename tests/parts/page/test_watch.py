@@ -18,7 +18,8 @@ from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.moving.fakes import FakeMoves
 from tests.support.waiting import eventually
-from vllm_rollout.kernel.http.engine import CandidateTokens, PreparedPrompt
+from vllm_rollout.kernel.call_table import LAST_TOKENS, Operation
+from vllm_rollout.kernel.http.engine import PreparedPrompt
 from vllm_rollout.kernel.http.plan_port import GroupRecord
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.rules.load import RankState, RunningGroup
@@ -248,12 +249,13 @@ async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
     engine: FakeEngine, app: FastAPI, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[str] = []
-    may_answer, last_tokens = threading.Event(), FakeEngine.last_tokens  # the server has a thread and a loop of its own
+    may_answer, call_all = threading.Event(), FakeEngine.call_all  # the server has a thread and a loop of its own
 
-    async def slow(engine: FakeEngine, group_id: str) -> list[CandidateTokens]:
-        asked.append(group_id)
-        await eventually(may_answer.is_set, every_s=0.001)
-        return await last_tokens(engine, group_id)
+    async def slow(engine: FakeEngine, operation: Operation[Any, Any], argument: Any) -> list[Any]:
+        if operation is LAST_TOKENS:
+            asked.append(argument)
+            await eventually(may_answer.is_set, every_s=0.001)
+        return await call_all(engine, operation, argument)
 
     num_reading, texts = 0, viewers.Viewers.texts
 
@@ -263,7 +265,7 @@ async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
         return await texts(its, *args)
 
     monkeypatch.setattr(viewers.Viewers, "texts", counted)
-    monkeypatch.setattr(FakeEngine, "last_tokens", slow)
+    monkeypatch.setattr(FakeEngine, "call_all", slow)
     monkeypatch.setattr(viewers, "TICK_S", 0.05)
     engine.step_s, engine.lengths = 0.005, dict.fromkeys(range(4), 2000)
     with serving(app) as url:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -26,14 +26,8 @@ from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
-from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS
-from vllm_rollout.kernel.http.engine import (
-    CandidateTokens,
-    Kind,
-    PreparedPrompt,
-    PromptInput,
-    RequestError,
-)
+from vllm_rollout.kernel.call_table import RANK_COUNTS
+from vllm_rollout.kernel.http.engine import Kind, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.http.slices import Slices
 from vllm_rollout.kernel.parts import faces
@@ -157,16 +151,6 @@ class VLLMEngine(GroupRunner):
             "(POST /update_weight_version).",
             status=HTTPStatus.CONFLICT,
         )
-
-    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        await self.calls.tell_groups(CANCEL_GROUPS, list(group_ids))
-
-    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
-        await self.calls.tell_groups(GIVE_UP, {group_id: list(each) for group_id, each in candidates.items()})
-
-    async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
-        each = await self.calls.call_all(LAST_TOKENS, group_id)
-        return [CandidateTokens(*told, logprobs=None) for rank in each for told in rank]
 
     async def rank_counts(self) -> dict[int, RankCounts]:
         return await self.calls.call_each(RANK_COUNTS, None)

@@ -247,24 +247,5 @@ class Engine(Protocol):
     async def current_weight_version(self) -> str | None:
         """Version of the weights in use. None if they have no name. Raises: EngineStopped."""
 
-    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        """Stop groups: candidates that run or still come end as `deferred`.
-
-        Groups that the engine does not know (yet, or any more) are passed over. Raises: EngineStopped.
-        """
-
-    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
-        """Stop candidates, given by group: those that run end as `surplus`.
-
-        Candidates that the engine does not know are passed over. Raises: EngineStopped.
-        """
-
-    async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
-        """Most recent tokens of a group's running candidates, without log probabilities.
-
-        Raises: EngineStopped.
-        """
-        ...
-
     async def rank_counts(self) -> Mapping[int, RankCounts]:
         """Groups and counts of each living rank, by rank. Raises: EngineStopped."""

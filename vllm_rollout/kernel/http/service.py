@@ -16,17 +16,12 @@ from operator import is_
 from typing import TypeVar
 
 from vllm_rollout.background import survived, to_its_end
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS
 from vllm_rollout.kernel.http.aborts import Aborts, not_launched
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.kernel.http.clients import client_headers, client_namespace
-from vllm_rollout.kernel.http.engine import (
-    CandidateEnd,
-    Engine,
-    EngineStopped,
-    PromptInput,
-    RequestError,
-)
+from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, EngineStopped, PromptInput, RequestError
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
@@ -306,7 +301,7 @@ class RolloutService:
         try:
             while running and self._clock() < deadline_s:
                 # Again and again: a candidate that was on its way may have made its group only now.
-                await self.engine.cancel_groups([*running, *chain.from_iterable(launched)])
+                await self.engine.calls.tell_groups(CANCEL_GROUPS, [*running, *chain.from_iterable(launched)])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
         except EngineStopped:  # reported elsewhere

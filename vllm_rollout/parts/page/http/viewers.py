@@ -14,11 +14,13 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from itertools import chain
 from typing import Any, Protocol
 
 import vllm_rollout
 from vllm_rollout.background import begin, heard, spawn, survived
-from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
+from vllm_rollout.kernel.call_table import LAST_TOKENS, LastTokens
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
@@ -198,15 +200,16 @@ class Viewers:
         running = await self._last_tokens(rollout.group_id(position))
         return await asyncio.to_thread(self._texts, rollout.prompts[position], group, running)
 
-    async def _last_tokens(self, group_id: str) -> list[CandidateTokens]:
+    async def _last_tokens(self, group_id: str) -> list[LastTokens]:
         """The last tokens of running candidates. Empty if the engine is dead or too busy."""
         try:
             async with asyncio.timeout(LOOK_S):
-                return await self._engine.last_tokens(group_id)
+                told = await self._engine.calls.call_all(LAST_TOKENS, group_id)
         except (EngineStopped, TimeoutError):
             return []
+        return [*chain.from_iterable(told)]
 
-    def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[CandidateTokens]) -> GroupTexts:
+    def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[LastTokens]) -> GroupTexts:
         texts = GroupTexts(prompt_id=prompt.id, prompt=self._engine.prompt_text(prompt), candidates=[])
         ends = dict(group.record.ends)
         for index, end in ends.items():

@@ -10,6 +10,7 @@ from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api import server_folder
 from vllm_rollout.kernel.api.continued import whole_text
 from vllm_rollout.kernel.api.engine import VLLMEngine
+from vllm_rollout.kernel.call_table import GIVE_UP
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.rewards.http.plan import RewardsPlan
@@ -30,7 +31,7 @@ class SessionsApi(ApiPart):
         refusals = [make(rollouts) for _, make in faces("session_refusal")]
         made = [make for _, make in faces("session_observers")]
         service = app.state.session_service = SessionService(
-            self._engine.give_up,
+            partial(self._engine.calls.tell_groups, GIVE_UP),
             rollouts.part(RewardsPlan).grading,
             rollouts.rewards,
             client.rollout_metrics,

@@ -79,7 +79,7 @@ class SessionService:
 
     def __init__(
         self,
-        stop_turns: Callable[[Mapping[str, Sequence[int]]], Any],
+        stop_turns: Callable[[dict[str, list[int]]], Any],
         grading: GradingService,
         rewards: RewardDoor,
         metrics: Metrics,
