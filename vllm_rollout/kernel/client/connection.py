@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from functools import cache
 from http import HTTPStatus
 from types import UnionType
@@ -135,18 +135,13 @@ async def event_data(response: httpx.Response) -> AsyncGenerator[bytes, None]:
 
 
 class EventReader:
-    """Parses the bytes of an event stream as events."""
+    """Parses the data of an event stream as events."""
 
     def __init__(self, events: Any = RolloutEvent, *, streams_tokens: bool = False) -> None:
         """`events`: union of the classes of events, which differ by `type`."""
         self._form = adapter(events)
         self._joints = Joints() if streams_tokens else None
-        self._data = EventData()
         self._done = False
-
-    def feed(self, chunk: bytes) -> list[Event]:
-        """Events that this chunk completes. Raises: RolloutError at an `error` event, and if tokens do not join."""
-        return [self.read(data) for data in self._data.feed(chunk)]
 
     def close(self) -> None:
         """Note that the stream has ended. Raises: RolloutError if it ended before its `done` event."""
@@ -154,7 +149,7 @@ class EventReader:
             raise RolloutError(None, "the stream ended before its done event; the rollout is incomplete.", INCOMPLETE)
 
     def read(self, data: bytes) -> Event:
-        """The event with this data. Raises: as `feed`."""
+        """The event with this data. Raises: RolloutError for an `error` event, and if tokens do not join."""
         event: Event = parse(self._form, data)
         if isinstance(event, ErrorEvent):
             raise RolloutError.from_body(event.error)
@@ -209,15 +204,6 @@ class Connection:
 
     def _timeout(self, read_timeout_s: float | None) -> httpx.Timeout:
         return httpx.Timeout(None, connect=self._connect_timeout_s, read=read_timeout_s)
-
-    def _request(
-        self, method: str, path: str, body: object, timeout: float | None, headers: Mapping[str, str] | None
-    ) -> httpx.Request:
-        settings: dict[str, Any] = {"headers": headers}
-        if timeout is not None:
-            settings["timeout"] = self._timeout(timeout)
-        settings["content" if isinstance(body, bytes) else "json"] = body
-        return self._http.build_request(method, path, **settings)
 
     def _delay_s(self, error: httpx.TransportError, attempt: int, url: object) -> float:
         """Seconds to wait before the next attempt. `attempt` counts from 0.

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -52,8 +52,11 @@ class Sender(Connection):
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
         """Send a request, with retries. Returns the answer with its body still unread."""
+        settings: dict[str, Any] = {"headers": headers, "content" if isinstance(body, bytes) else "json": body}
+        if timeout is not None:
+            settings["timeout"] = self._timeout(timeout)
         for attempt in count():
-            request = self._request(method, path, body, timeout, headers)
+            request = self._http.build_request(method, path, **settings)
             try:
                 return await self._attempt(request)
             except httpx.TransportError as error:
