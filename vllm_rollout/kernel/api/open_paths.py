@@ -70,9 +70,3 @@ def has_key(app: Starlette, headers: Headers) -> bool:
         for middleware in app.user_middleware
         if middleware.cls is AuthenticationMiddleware  # type: ignore[comparison-overlap]
     )
-
-
-def lacks_key(app: Starlette, scope: Scope) -> bool:
-    """True if vLLM refuses a request because it lacks --api-key."""
-    is_guarded = scope["method"] != "OPTIONS" and path_of(scope).startswith(GUARDED_PREFIX)
-    return is_guarded and not has_key(app, Headers(scope=scope))
