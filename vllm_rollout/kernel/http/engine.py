@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import Ending, RankCounts, is_too_late
+from vllm_rollout.kernel.rules.types import Ending, RankCounts
 
 Kind = TypeVar("Kind")
 
@@ -156,11 +156,6 @@ class CandidateEnd:
     """Probability with which it was kept in earlier rounds."""
     error: str | None = None
     """The error, if it failed for a known reason."""
-
-    @property
-    def group_lost(self) -> bool:
-        """True if its group completed in the step of its end, but after as many groups as its round wanted."""
-        return is_too_late(self.parts)
 
 
 Happening = CandidateTokens | CandidateEnd

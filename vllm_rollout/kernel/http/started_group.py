@@ -94,7 +94,6 @@ class StartedGroup(GroupRecord):
                 self._rollout.restarted(len(self.ends))
                 for known in (self.ends, self.grades, self.void, self._told, self._off_policy):
                     known.clear()
-                self.is_cut = False
                 for part in self.parts:
                     part.restarted()
             case Lost():
@@ -198,7 +197,6 @@ class StartedGroup(GroupRecord):
         if not end.is_replaced:  # by one that takes its place
             self.places.release(1)
         self.ends[end.ending.index] = end
-        self.is_cut |= end.group_lost or end.ending.state == "deferred"
         for part in self.parts:
             part.ended(end)
         self._rollout.outcome.num_ended += 1
