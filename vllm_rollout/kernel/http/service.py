@@ -13,7 +13,6 @@ from contextlib import aclosing
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import TypeVar
 
 from vllm_rollout.background import survived, to_its_end
 from vllm_rollout.kernel.call_table import CANCEL_GROUPS
@@ -21,7 +20,7 @@ from vllm_rollout.kernel.http.aborts import Aborts, not_launched
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.kernel.http.clients import client_headers, client_namespace
-from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, EngineStopped, PromptInput, RequestError
+from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, EngineStopped, Kind, PromptInput, RequestError
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
@@ -43,8 +42,6 @@ from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.types import ABORTED
 
-Kind = TypeVar("Kind")
-
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes
 on.
@@ -65,10 +62,6 @@ NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields}
     "allow_fewer": "pruning.allow_fewer"
 }
 """Fields of a plan -> their names in the body."""
-
-
-def _why_unread(field: str) -> str:
-    return why_unread("plan", lambda part: field in part.fields)
 
 
 class RolloutService:
@@ -170,13 +163,7 @@ class RolloutService:
         if request.tradeoff is not None:
             group["redundancy"] = max(0, upper_bound(request.group_size, most) - request.group_size)
         try:
-            return make_plan(
-                request.group_size,
-                **group,
-                parts=request.part_terms(),
-                max_candidates=most,
-                names=NAMES,
-            )
+            return make_plan(request.group_size, **group, parts=request.part_terms(), max_candidates=most, names=NAMES)
         except PlanError as error:
             raise RequestError(str(error), param=error.field) from error
 
@@ -188,7 +175,8 @@ class RolloutService:
                     raise RequestError(f"{field}: {why_unread('fields', partial(is_, body))}", param=field)
         for field, asks in ASKS_A_PART.items():
             if asks(request) and not any(field in part.fields for part in self._parts):
-                raise RequestError(f"{field}: {_why_unread(field)}", param=field)
+                reason = why_unread("plan", lambda part, field=field: field in part.fields)
+                raise RequestError(f"{field}: {reason}", param=field)
 
     def part(self, kind: type[Kind]) -> Kind:
         """A part's object for all rollouts, by its class. Raises: LookupError if there is none."""
