@@ -22,14 +22,7 @@ from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.http.engine_totals import EngineTotals, Reading
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import (
-    BASE_MODEL,
-    STOP_STATES,
-    Ending,
-    GroupResult,
-    GroupStatus,
-    RankCounts,
-)
+from vllm_rollout.kernel.rules.types import BASE_MODEL, STOP_STATES, Ending, GroupResult, GroupStatus, RankCounts
 
 PREFIX = "vllm_rollout:"
 LATENCY_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
