@@ -129,7 +129,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
                     self.unread[state.external_req_id] = state.queue
             for id in candidates:  # an abort that overtook its candidate would stop nothing
                 if (route := self.routes.find(self._group_of(id) or "")) is not None:
-                    await route.at_rest()
+                    await route.door.opened()
             await self.engine_core.abort_requests_async(candidates)
             if others := [id for id in named if id not in candidates]:
                 await super().abort(others, internal=True)

@@ -20,8 +20,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from itertools import count
 from typing import NamedTuple
@@ -243,7 +243,7 @@ class EngineMoves(MovesPart):
         return moves
 
     async def _move(self, route: GroupRoute, target: int) -> Move:
-        if route.joined and self._client.num_api_processes > 1:
+        if route.placed is None and self._client.num_api_processes > 1:
             return Move("stays", SHARED)
         async with self._calls.none_moves:
             routes = self._client.routes
@@ -254,7 +254,7 @@ class EngineMoves(MovesPart):
             if route.rank == target:
                 return Move("stays", "it is there already")
             source, started = route.rank, time.monotonic()
-            async with route.moving():
+            async with in_motion(route):
                 move = await self._move_now(route, target)
         seconds = time.monotonic() - started
         self._client.rollout_metrics.of(MovingMetrics).group_moved(move.outcome, seconds)
@@ -309,6 +309,18 @@ class EngineMoves(MovesPart):
             if released.outcome not in ("in_flight", "busy"):
                 break
         return released
+
+
+@asynccontextmanager
+async def in_motion(route: GroupRoute) -> AsyncIterator[None]:
+    """Hold a group's messages during a move. Messages under way arrive first, later ones wait."""
+    assert route.door.is_open, f"group {route.group_id} moves already"
+    route.door.shut()
+    try:
+        await route.door.left_by_all()
+        yield
+    finally:
+        route.door.open()
 
 
 def _last_one(rank: int, why: str) -> RequestError:

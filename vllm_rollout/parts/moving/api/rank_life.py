@@ -11,6 +11,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import RankDied
+from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.life import Life
 from vllm_rollout.parts.moving.api.deaths import Deaths
 
@@ -53,13 +54,20 @@ class RankLife(Life):
         """
         client = self._client
         for route in client.routes.on_rank(rank):
-            await route.at_rest()  # one that leaves a dead rank may arrive elsewhere
-        client.routes.leave_dead(rank)
+            await route.door.opened()  # one that leaves a dead rank may arrive elsewhere
+        leave_dead(client.routes, rank)
         lost: list[str] = client.engine_core.requests_of(rank)
         logger.error("vllm_rollout: rank %d has died, and %d requests with it; the other ranks go on", rank, len(lost))
         client.lose(lost, RankDied.of(rank))
         if client.logger_manager is not None:  # its last statistics would be shown for ever
             client.logger_manager.record(scheduler_stats=SchedulerStats(), iteration_stats=None, engine_idx=rank)
+
+
+def leave_dead(routes: GroupRoutes, rank: int) -> None:
+    """Let later candidates of a dead rank's joined groups start on another rank."""
+    for route in routes.on_rank(rank):
+        if route.placed is None and routes.has_open:
+            routes.arrived(route, routes.next_rank())
 
 
 def life_of(client: RolloutAsyncLLM) -> Life:
