@@ -122,13 +122,13 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         known = self.output_processor.external_req_ids
         named = ids if internal else [internal_id for id in ids for internal_id in known.get(id, ())]
-        candidates = [id for id in named if self._group_of(id) is not None]
+        candidates = [id for id in named if self.group_of(id) is not None]
         if candidates:
             for state in map(self.output_processor.request_states.get, candidates if internal else ()):
                 if state is not None and state.external_req_id in self.unread:
                     self.unread[state.external_req_id] = state.queue
             for id in candidates:  # an abort that overtook its candidate would stop nothing
-                if (route := self.routes.find(self._group_of(id) or "")) is not None:
+                if (route := self.routes.find(self.group_of(id) or "")) is not None:
                     await route.door.opened()
             await self.engine_core.abort_requests_async(candidates)
             if others := [id for id in named if id not in candidates]:
@@ -208,16 +208,10 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         if self.before_weights is not None:
             await self.before_weights()
 
-    def _group_of(self, internal_id: str) -> str | None:
+    def group_of(self, internal_id: str) -> str | None:
         """Group id of a running candidate."""
         state = self.output_processor.request_states.get(internal_id)
         return None if state is None else self._candidates.get(state.queue)  # type: ignore[arg-type]
-
-    async def lose_group(self, group_id: str, error: Exception) -> None:
-        """End a group whose candidates may be in any engine core or none: abort and fail all of them."""
-        request_ids = [id for id in self.output_processor.request_states if self._group_of(id) == group_id]
-        await self.engine_core.abort_requests_async(request_ids)
-        self.lose(request_ids, error)
 
     def lose(self, request_ids: Iterable[str], error: Exception) -> None:
         """Fail requests that are in no engine core any more. Readers of their outputs get `error`."""

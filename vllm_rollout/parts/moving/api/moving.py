@@ -299,9 +299,16 @@ class EngineMoves(MovesPart):
             is_dead = route.rank not in self._client.living_ranks
             if not is_dead:
                 logger.exception("group %s is lost", route.group_id)
-            await self._client.lose_group(route.group_id, RankDied.of(route.rank) if is_dead else error)
+            await self._lose(route.group_id, RankDied.of(route.rank) if is_dead else error)
             return Move("lost", str(error))
         return move
+
+    async def _lose(self, group_id: str, error: Exception) -> None:
+        """End a group whose candidates may be in any engine core or none: abort and fail all of them."""
+        client = self._client
+        request_ids = [id for id in client.output_processor.request_states if client.group_of(id) == group_id]
+        await client.engine_core.abort_requests_async(request_ids)
+        client.lose(request_ids, error)
 
     async def _release(self, rank: int, wanted: GroupToRelease) -> Released:
         for _ in range(RELEASE_TRIES):
