@@ -85,9 +85,9 @@ class RolloutService:
         given = Given(engine, metrics, clock, self.rewards, audit_ratio)
         self._parts: list[PlanPart] = [make(given) for _, make in faces("plan")]
         self._launcher = Launcher(engine.num_launch_places)
-        self._active: dict[str, Rollout] = {}
+        self.active: dict[str, Rollout] = {}
         """Running rollouts by id."""
-        self.aborts = Aborts(engine, self._active)
+        self.aborts = Aborts(engine, self.active)
         self._bodies_left_out = [body for _, body in faces_left_out("fields")]
 
     async def prepare(self, request: RolloutRequest) -> Rollout:
@@ -185,13 +185,6 @@ class RolloutService:
                 return part
         raise LookupError(f"no part has {kind.__name__} for rollouts")
 
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Candidates of all running rollouts together, and those that have ended."""
-        rollouts = self._active.values()
-        num_ended = sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts)
-        return sum(each.num_responses for each in rollouts), num_ended
-
     async def answer(self, rollout: Rollout) -> list[bytes]:
         """Run a rollout to its end. Returns a RolloutAnswer as JSON, in parts."""
         groups = GroupsInJson()
@@ -222,7 +215,7 @@ class RolloutService:
                     groups[rollout.group_id(position)] = events.add(group, places.release_all)
 
         launching = events.add(launch())
-        self._active[rollout.id] = rollout
+        self.active[rollout.id] = rollout
         for part in rollout.parts:
             part.begun(events.put)
         left = True
@@ -268,7 +261,7 @@ class RolloutService:
             with survived(OF_PARTS):
                 launched.append(part.leave())
         await self._see_out({id: task for id, task in groups.items() if not task.done()}, launched, events)
-        del self._active[rollout.id]
+        del self.active[rollout.id]
         for part in rollout.parts:
             with survived(OF_PARTS):
                 part.over(left=left)
@@ -332,7 +325,7 @@ class RolloutService:
             await part.told(over)
 
     def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
-        if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come
+        if (rollout := self.active.get(rollout_id)) is not None:  # its row is to come
             rollout.rewarded([(its.prompt_id, its.index, its.reward) for its in rewards])
             return
         for part in self._parts:
