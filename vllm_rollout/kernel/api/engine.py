@@ -52,11 +52,6 @@ class VLLMEngine(GroupRunner):
         self.parts: list[ApiPart] = []
         for _, part in faces("api"):
             self.parts.append(part(self))
-        client.after_version = self._weights_named
-
-    def _weights_named(self, version: str) -> None:
-        for part in self.parts:
-            part.weights_named(version)
 
     def part(self, kind: type[Kind]) -> Kind:
         if (found := self.find(kind)) is None:

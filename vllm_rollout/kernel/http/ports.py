@@ -52,9 +52,6 @@ class ApiPart:
     async def settled(self) -> None:
         """Wait until no background work of the part runs."""
 
-    def weights_named(self, version: str) -> None:
-        """The engine's newest weights have got this name by a request to this API process."""
-
     def group_begins(self, order: GroupOrder) -> None:
         """Called before the candidates of a group are launched."""
 

@@ -148,6 +148,7 @@ class SteppedClient(GroupClient, EngineRequests):
         self.begin_groups(GroupRoutes(Ranks(1)), Metrics(CollectorRegistry()))
         self.door, self.before_rollouts = Door(), None  # no engine is rebuilt here
         self.life = SimpleNamespace(watch=lambda: None)
+        self.after_version: list[Any] = []
 
     @property
     def has_others(self) -> bool:
