@@ -24,9 +24,11 @@ from vllm_rollout.kernel.client.blocking import (
     blocking_generator,
     finished,
 )
-from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, is_healthy, poll_s
+from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, is_healthy
 from vllm_rollout.kernel.client.methods import async_streamed, awaited
 from vllm_rollout.kernel.client.sender import Sender
+
+POLL_INTERVAL_S = 0.5
 
 
 class AsyncClient(Sender):
@@ -52,7 +54,12 @@ class AsyncClient(Sender):
         """
         deadline = time.monotonic() + timeout_s
         while not await self.health():
-            await self._sleep(poll_s(deadline, timeout_s, self.base_url))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(
+                    f"{self.base_url} was not ready within {timeout_s} s. See the server's log, or wait longer."
+                )
+            await self._sleep(min(POLL_INTERVAL_S, left_s))
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -6,8 +6,7 @@ Invariant: a request is retried only if no answer came. Every failure is a Rollo
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from functools import cache
 from http import HTTPStatus
 from types import UnionType
@@ -28,7 +27,6 @@ BACKOFF_S = 0.5
 """Seconds before the first retry. The wait doubles with each further retry."""
 HEALTH_TIMEOUT_S = 5.0
 """Longest wait for an answer of /health, in seconds."""
-POLL_INTERVAL_S = 0.5
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 """No limit of connections: a trainer may wait on hundreds of rollouts at once. The server queues them, not the client.
 """
@@ -222,13 +220,11 @@ class Connection:
         return self._backoff_s * 2.0**attempt
 
 
-def _made(form: Any) -> TypeAdapter[Any]:
+@cache
+def adapter(form: Any) -> TypeAdapter[Any]:
+    """The parser of a form, which is made once. Members of a union differ by `type`."""
     tagged: Any = Annotated[form, Discriminator("type")]
     return TypeAdapter(tagged if get_origin(form) is UnionType else form)
-
-
-adapter: Callable[[Any], TypeAdapter[Any]] = cache(_made)
-"""The parser of a form, which is made once. Members of a union differ by `type`."""
 
 
 def parse(form: TypeAdapter[Any], content: bytes) -> Any:
@@ -276,11 +272,3 @@ def is_healthy(response: httpx.Response) -> bool:
         return False
     raise_for_error(response)
     return True
-
-
-def poll_s(deadline: float, timeout_s: float, url: str) -> float:
-    """Seconds until the next poll. Raises: TimeoutError past the deadline."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError(f"{url} was not ready within {timeout_s} s. See the server's log, or wait longer.")
-    return min(POLL_INTERVAL_S, left_s)

@@ -12,7 +12,6 @@ The engine makes one object of each part, in the order of the list, and passes i
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -37,7 +36,7 @@ class ApiPart:
     async def start(self, settings: Namespace) -> None:
         """Called once. `settings`: our flags. Raises: RuntimeError, which ends the start of the server."""
 
-    async def take_up(self, folder: Path, staged: str) -> None:
+    async def take_up(self, staged: str) -> None:
         """Take up what is kept in the folder of --rollout-state. `staged`: of another part.
 
         Raises: RuntimeError, which ends the start of the server.

@@ -243,11 +243,6 @@ class Rollout:
         for part in self.parts:
             part.rewarded(rewards)
 
-    def restarted(self, num_ended: int) -> None:
-        """Count a group that runs again. `num_ended`: its candidates that had ended."""
-        self.outcome.num_ended -= num_ended
-        self.outcome.usage.num_restarted += 1
-
 
 def alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:
     """Warnings about candidates that cannot differ."""

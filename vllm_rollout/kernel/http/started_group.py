@@ -83,7 +83,8 @@ class StartedGroup(GroupRecord):
                     part.launch_over()
                 return False
             case Restarted():
-                self._rollout.restarted(len(self.ends))
+                self._rollout.outcome.num_ended -= len(self.ends)
+                self._rollout.outcome.usage.num_restarted += 1
                 for known in (self.ends, self.grades, self.void, self._told, self._off_policy):
                     known.clear()
                 for part in self.parts:
