@@ -16,14 +16,7 @@ from typing import Any, Self
 import httpx
 
 from vllm_rollout.kernel.client import calls
-from vllm_rollout.kernel.client.blocking import (
-    Blocked,
-    BlockingTransport,
-    LoopThread,
-    blocking,
-    blocking_generator,
-    finished,
-)
+from vllm_rollout.kernel.client.blocking import Blocked, BlockingTransport, blocking, blocking_generator, finished
 from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, is_healthy
 from vllm_rollout.kernel.client.methods import async_streamed, awaited
 from vllm_rollout.kernel.client.sender import Sender
@@ -82,8 +75,9 @@ class Client(Blocked):
     health = blocking(AsyncClient.health)
     wait_until_ready = blocking(AsyncClient.wait_until_ready)
 
-    def __init__(self, client: AsyncClient, loop: LoopThread | None = None) -> None:
-        """`client`: a client whose coroutines never wait. Or any other, whose coroutines run in `loop`."""
+    def __init__(self, client: AsyncClient, loop: Any = None) -> None:
+        """`client`: a client whose coroutines never wait. Or any other, whose coroutines `loop.finished` runs. Then
+        `loop.close` is called at the end."""
         self._awaited, self._loop = client, loop
         self._finish: Callable[[Any], Any] = finished if loop is None else loop.finished
         self.base_url, self.key_headers = client.base_url, client.key_headers
