@@ -6,8 +6,7 @@ from typing import Any, TypedDict
 from vllm_rollout.kernel.client.client import AsyncClient, Client
 from vllm_rollout.kernel.client.connection import RolloutError
 from vllm_rollout.kernel.core.scheduler import make_scheduler as Scheduler
-from vllm_rollout.kernel.http.protocol import DualEndSelection
-from vllm_rollout.kernel.http.reward_body import RewardOptions
+from vllm_rollout.kernel.http.protocol import DualEndSelection, RewardOptions
 from vllm_rollout.kernel.worker.worker import RolloutWorker as Worker
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.emulation.tokens import succeeded as emulated_success

@@ -10,7 +10,7 @@ from functools import update_wrapper
 from inspect import signature
 from typing import Any, Self
 
-from vllm_rollout.kernel.client.blocking import Blocked, LoopThread
+from vllm_rollout.kernel.client.blocking import Blocked
 from vllm_rollout.kernel.client.client import AsyncClient, BlockingSender, Client
 from vllm_rollout.kernel.client.connection import DEFAULT_URL
 from vllm_rollout.kernel.client.methods import ClientPart
@@ -58,6 +58,7 @@ class RolloutClient(*(part.blocking for part in PARTS if part.blocking is not Bl
         if isinstance(base_url, str):
             super().__init__(_OfOne(base_url, **settings))
         else:
-            super().__init__(_OfSeveral(base_url, **settings), LoopThread())
+            client = _OfSeveral(base_url, **settings)
+            super().__init__(client, client.new_loop())
 
     update_wrapper(__init__, AsyncRolloutClient.__init__)

@@ -21,7 +21,7 @@ import httpx
 from benchmarks.soak import bodies
 from benchmarks.soak.checks import rollout_problems, stream_problems
 from benchmarks.soak.tally import Tally
-from vllm_rollout.kernel.client.connection import EventReader, RolloutError
+from vllm_rollout.kernel.client.connection import EventData, EventReader, RolloutError
 from vllm_rollout.kernel.http.answers import Event, RolloutAnswer
 
 DISCONNECT_SHARE = 0.15
@@ -114,7 +114,7 @@ class SoakClient:
     async def _stream(self, body: dict[str, Any], pause_s: float = 0.0, leave_after_s: float | None = None) -> None:
         """Read a stream: slowly with `pause_s`, and not at all with `leave_after_s`."""
         body["stream"] = True
-        reader = EventReader(streams_tokens="stream_tokens" in body)
+        data, reader = EventData(), EventReader(streams_tokens="stream_tokens" in body)
         events: list[Event] = []
         async with self._http.stream("POST", "/v1/rollouts", json=body) as response:
             self._tally.answered(self._kind, response.status_code, (200,), "")
@@ -122,7 +122,7 @@ class SoakClient:
                 await asyncio.sleep(leave_after_s)
                 return
             async for chunk in response.aiter_raw(4096 if pause_s else None):
-                events += reader.feed(chunk)
+                events += map(reader.read, data.feed(chunk))
                 if pause_s:
                     await asyncio.sleep(self._seconds(pause_s))
         reader.close()

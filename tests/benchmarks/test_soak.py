@@ -14,7 +14,7 @@ from benchmarks.soak.memory import MemorySamples, growth_mib
 from benchmarks.soak.tally import MAX_VIOLATIONS, Tally
 from tests.kernel.http.conftest import make_app
 from tests.kernel.http.fake_engine import FakeEngine
-from vllm_rollout.kernel.client.connection import EventReader
+from vllm_rollout.kernel.client.connection import EventData, EventReader
 from vllm_rollout.kernel.http.answers import RolloutAnswer
 
 
@@ -38,7 +38,8 @@ async def test_a_right_answer_passes_every_check(seed: int):
     assert answer.status_code == 200, answer.text
     assert list(rollout_problems(body, RolloutAnswer.model_validate_json(answer.content))) == []
     body = {**body, "stream": True, "stream_tokens": 1}
-    events = EventReader(streams_tokens=True).feed((await post(body)).content)
+    reader = EventReader(streams_tokens=True)
+    events = [reader.read(data) for data in EventData().feed((await post(body)).content)]
     assert list(stream_problems(body, events)) == []
     assert list(stream_problems(body, events[:-1])) == [
         f"the stream ended without done, after {len(events) - 1} events"

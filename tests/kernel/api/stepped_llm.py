@@ -89,7 +89,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.priorities: dict[str, int] = {}
         self.begin_groups(GroupRoutes(new_ranks(num_ranks, alone=alone)), Metrics(CollectorRegistry()))
         self.num_api_processes, self.client_index = 1 if alone else 2, 0
-        self.life = SimpleNamespace(dead={}, watch=lambda: None, living_ranks=[0])
+        self.life = SimpleNamespace(watch=lambda: None, living_ranks=[0])
         self.core_engines = [SimpleNamespace(scheduler=run.scheduler, vllm_config=run.scheduler.vllm_config)]
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...

@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.time_limit import end_within
 from vllm_rollout.kernel.api import engine_calls
-from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.api.rank_died import RankDied
+from vllm_rollout.kernel.api.engine_calls import EngineCalls, RankDied
 from vllm_rollout.kernel.call_table import ABORT_REQUESTS, CANCEL_GROUPS, RANK_COUNTS
 from vllm_rollout.kernel.http.engine import RequestError
 

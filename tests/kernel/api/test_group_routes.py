@@ -12,8 +12,8 @@ from vllm.exceptions import VLLMValidationError
 from tests.support.work import faster_than_linear
 from vllm_rollout.kernel.api import group_routes
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.engine_calls import RankDied
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
-from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
 from vllm_rollout.kernel.rules.ranks import Ranks
 
@@ -76,7 +76,7 @@ def test_a_group_that_moves_counts_at_its_new_rank() -> None:
     routes.begins(route, 4)
     routes.ended(route, 1, 30)
     routes.arrived(route, 1)
-    assert (route.rank, route.num_left, ranks.loads) == (1, 3, [0, 3])
+    assert (route.rank, route.placed.num_left, ranks.loads) == (1, 3, [0, 3])
     routes.close(route)
     routes.arrived(route, 0)  # it was over before it arrived
     assert ranks.loads == [0, 0]

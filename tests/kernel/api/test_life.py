@@ -1,48 +1,32 @@
-"""The watch of ranks, with made-up parts."""
+"""The watch of an engine, with a made-up part."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.support.time_limit import end_within
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.api import life
-from vllm_rollout.kernel.api.group_routes import GroupRoutes
-from vllm_rollout.kernel.api.life import Life
-from vllm_rollout.kernel.api.life_port import Death, LifePart
-from vllm_rollout.kernel.rules.ranks import Ranks
+from vllm_rollout.kernel.api.life import Life, life_of
 
 pytestmark = pytest.mark.anyio
 
 
-class Failing(LifePart):
-    def deaths(self) -> list[Death]:
-        raise RuntimeError("planted")
+class FailsOnce(Life):
+    """Sees rank 1 die at the second look. The first one fails."""
 
-    def died(self, death: Death) -> None:
-        raise RuntimeError("planted")
+    num_looks = 0
 
-    def requests_of(self, rank: int) -> list[str]:
-        raise RuntimeError("planted")
+    @property
+    def living_ranks(self) -> list[int]:
+        return [0, 1] if self.num_looks < 2 else [0]
 
-
-class Seeing(LifePart):
-    """Sees rank 1 die, with one request."""
-
-    def __init__(self) -> None:
-        self.heard: list[Death] = []
-
-    def deaths(self) -> list[Death]:
-        return [Death(1, -9)]
-
-    def died(self, death: Death) -> None:
-        self.heard.append(death)
-
-    def requests_of(self, rank: int) -> list[str]:
-        return [f"request of {rank}"]
+    def look(self) -> None:
+        self.num_looks += 1
+        if self.num_looks == 1:
+            raise RuntimeError("planted")
 
 
 class Client:
@@ -50,32 +34,25 @@ class Client:
 
     num_ranks = 2
     errored = False
-    logger_manager = None
-    engine_core = None
 
     def __init__(self) -> None:
-        self.routes = GroupRoutes(Ranks(2))
-        self.lost: dict[str, Any] = {}
-        self.output_processor = SimpleNamespace(propagate_error=lambda error: None)
-
-    def lose(self, requests: list[str], error: Exception) -> None:
-        self.lost |= dict.fromkeys(requests, error)
+        self.told: list[Exception] = []
+        self.output_processor = SimpleNamespace(propagate_error=self.told.append)
 
 
-async def test_parts_see_a_rank_die_and_an_exception_stays_with_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_part_sees_a_rank_die_and_an_exception_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "LOOK_S", 0.01)
     end_within(30)
-    seeing, client = Seeing(), Client()
-    makers = [("failing", lambda client: Failing()), ("idle", lambda client: None), ("seeing", lambda client: seeing)]
-    monkeypatch.setattr(life, "faces", lambda face: iter(makers if face == "life" else []))
-    watch = Life(client)
+    monkeypatch.setattr(life, "faces", lambda face: iter([("failing", FailsOnce)] if face == "life" else []))
+    client = Client()
+    watch = life_of(client)
     watch.watch()
-    await eventually(lambda: client.lost, every_s=0.01)
-    assert (seeing.heard, watch.dead, watch.living_ranks) == ([Death(1, -9)], {1: Death(1, -9)}, [0])
-    assert (client.lost.keys(), client.routes.held) == ({"request of 1"}, {1})
+    await eventually(lambda: watch.living_ranks == [0], every_s=0.01)
+    assert not client.told
     client.errored = True
+    await eventually(lambda: client.told, every_s=0.01)
 
 
 def test_without_a_part_all_ranks_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "faces", lambda face: iter(()))
-    assert Life(Client()).living_ranks == [0, 1]
+    assert list(life_of(Client()).living_ranks) == [0, 1]

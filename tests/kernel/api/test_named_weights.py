@@ -1,4 +1,4 @@
-"""The name of new weights, from a request to the parts of the API process."""
+"""The name of new weights, asked of the engine and told to those who want to hear it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ from vllm_rollout.kernel.api import engine as module
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.http.ports import ApiPart
-
-
-class Hearing(ApiPart):
-    """Notes names. Overrides: weights_named."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def weights_named(self, version: str) -> None:
-        self.names.append(version)
 
 
 class Ranks:
@@ -53,17 +42,17 @@ async def test_a_name_that_only_some_ranks_have_is_asked_for_again(monkeypatch: 
     assert raised.value.status == 409
 
 
-@pytest.mark.parametrize("is_served", [True, False])
-async def test_parts_hear_a_name_once_the_engine_has_it(monkeypatch: pytest.MonkeyPatch, is_served: bool) -> None:
+async def test_a_new_name_is_told_once_the_engine_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[str] = []
+    heard: list[str] = []
 
     async def update_weight_version(self: AsyncLLM, new_version: str) -> None:
-        assert part.names == []
+        assert heard == []
         named.append(new_version)
 
     monkeypatch.setattr(AsyncLLM, "update_weight_version", update_weight_version)
     monkeypatch.setattr(RolloutAsyncLLM, "shutdown", lambda self: None)
-    client, engine, part = RolloutAsyncLLM.__new__(RolloutAsyncLLM), VLLMEngine.__new__(VLLMEngine), Hearing()
-    engine.parts, client.after_version = [ApiPart(engine), part], engine._weights_named if is_served else None
+    client = RolloutAsyncLLM.__new__(RolloutAsyncLLM)
+    client.after_version = [heard.append]
     await client.update_weight_version("step-1")
-    assert (named, part.names) == (["step-1"], ["step-1"] if is_served else [])
+    assert named == heard == ["step-1"]

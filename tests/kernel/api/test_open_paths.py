@@ -9,12 +9,11 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from vllm import SamplingParams
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
 
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
-from vllm_rollout.kernel.api.open_paths import OpenPaths, lacks_key
+from vllm_rollout.kernel.api.open_paths import OpenPaths
 from vllm_rollout.kernel.rules.ranks import Ranks
 
 PATHS = ("/invocations", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
@@ -79,24 +78,3 @@ async def test_behind_a_proxy_with_a_root_path_it_is_the_same():
     app = app_of("/proxy")
     assert "--api-key" in await said(app, "/proxy/invocations")
     assert "99" in await said(app, "/proxy/v1/completions")
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("root_path", ["", "/proxy"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate", "/v1/runs", "/rollouts", "/health"])
-@pytest.mark.parametrize("method", ["POST", "OPTIONS"])
-@pytest.mark.parametrize("key", ["", "Bearer k", "Bearer wrong", "Basic k"])
-async def test_it_is_known_beforehand_whether_vllm_will_ask_for_its_key(root_path, path, method, key):
-    app = FastAPI(root_path=root_path)
-    assert not lacks_key(app, scope_of(root_path + path, method, key, root_path)), "a server without --api-key"
-    app.add_middleware(AuthenticationMiddleware, tokens=["other", "k"])
-    app.add_middleware(OpenPaths)
-    transport = httpx.ASGITransport(app, root_path=root_path)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        answer = await http.request(method, root_path + path, headers={"authorization": key} if key else {})
-    assert lacks_key(app, scope_of(root_path + path, method, key, root_path)) is (answer.status_code == 401)
-
-
-def scope_of(path: str, method: str, key: str, root_path: str) -> dict[str, Any]:
-    headers = [(b"authorization", key.encode())] if key else []
-    return {"type": "http", "method": method, "path": path, "root_path": root_path, "headers": headers}

@@ -18,7 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from tests.support.part_modules import modules
 from tests.support.steps import group_steps
-from vllm_rollout.kernel.call_table import ABORT_REQUESTS, RECOMPUTE, Argument, Operation, Result
+from vllm_rollout.kernel.call_table import (
+    ABORT_REQUESTS,
+    CANCEL_GROUPS,
+    GIVE_UP,
+    RECOMPUTE,
+    Argument,
+    Operation,
+    Result,
+)
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -198,7 +206,12 @@ class FakeEngine:
     async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
         """Results of an operation, as of one rank."""
         self.check_alive()
-        answers: dict[Any, Callable[[Any], Any]] = {RECOMPUTE: self._recompute, ABORT_REQUESTS: self._abort}
+        answers: dict[Any, Callable[[Any], Any]] = {
+            ABORT_REQUESTS: self._abort,
+            CANCEL_GROUPS: self._cancel,
+            GIVE_UP: self._give_up,
+            RECOMPUTE: self._recompute,
+        }
         for part in self.parts.values():
             answers |= part.answers()
         return [answers[operation](argument)]
@@ -348,12 +361,10 @@ class FakeEngine:
         self.recomputed.append(names)
         return 3
 
-    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        self.check_alive()
+    def _cancel(self, group_ids: Sequence[str]) -> None:
         self.cancelled.update(id for id in group_ids if id in self.groups)
 
-    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
-        self.check_alive()
+    def _give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
         for group_id, indices in candidates.items():
             if group_id in self.groups:
                 self.groups[group_id].give_up(group_id, indices)

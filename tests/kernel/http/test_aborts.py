@@ -54,7 +54,7 @@ async def test_where_another_process_hears_of_the_abort_its_candidates_say_so(
     assert len((await engine.call_all(ABORT_REQUESTS, [rollout.id]))[0]) == 8
     check_aborted(await running)
     assert engine.num_launched <= 16, "groups that began before this process heard of it"
-    assert (engine.num_running, service._launcher.num_taken) == (0, 0)
+    assert (engine.num_running, service._launcher.window.num_taken) == (0, 0)
 
 
 async def test_a_rollout_that_only_waits_for_places_does_not_start_later(
@@ -63,7 +63,7 @@ async def test_a_rollout_that_only_waits_for_places_does_not_start_later(
     other, first = await started(service, 2)
     await eventually(lambda: engine.num_launched == 8)
     waiting, running = await started(service, 10)
-    await eventually(lambda: service._launcher.num_waiting > 0)
+    await eventually(lambda: service._launcher.window.num_waiting > 0)
     service.aborts.named({waiting.id})
     await asyncio.sleep(0.5)  # whatever is repeated for a while is over by then
     service.aborts.named({other.id})

@@ -74,7 +74,7 @@ async def test_of_those_that_wait_rollouts_with_a_lower_number_start_first():
     waiting = []
     for name, priority in (("train", 0), ("later", 5), ("eval", -1), ("also-train", 0), ("also-eval", -1)):
         waiting.append(asyncio.create_task(run(service, request(name, 1, priority=priority))))
-        await eventually(lambda: service._launcher.num_waiting == len(waiting))
+        await eventually(lambda: service._launcher.window.num_waiting == len(waiting))
     busy.cancel()
     await asyncio.wait([busy, *waiting])
     assert engine.started[2:] == ["eval0", "also-eval0", "train0", "also-train0", "later0"]
@@ -124,9 +124,9 @@ async def test_a_group_that_starts_again_keeps_the_places_that_came_meanwhile_fo
     await more
     others.release_all()
     await again
-    assert (places.num_held, launcher.num_taken) == (3, 3)
+    assert (places.num_held, launcher.window.num_taken) == (3, 3)
     places.release_all()
-    assert launcher.num_taken == 0
+    assert launcher.window.num_taken == 0
 
 
 @pytest.mark.parametrize("name", ["take_more", "take_again"])
@@ -153,11 +153,11 @@ async def test_a_turn_that_is_cancelled_as_it_comes_goes_to_the_next():
     first.release_all()
     second.cancel()
     places = await asyncio.wait_for(third, DEADLINE_S)
-    assert launcher.num_taken == 4
+    assert launcher.window.num_taken == 4
     places.release(1)
     places.release_all()
     places.release_all()
-    assert (launcher.num_taken, launcher.num_waiting) == (0, 0)
+    assert (launcher.window.num_taken, launcher.window.num_waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("num_turns", range(1, 7))
@@ -170,7 +170,7 @@ async def test_a_round_that_is_left_as_its_turn_comes_keeps_no_place(num_turns: 
     for places in await asyncio.gather(taking, return_exceptions=True):
         if not isinstance(places, BaseException):
             places.release_all()
-    assert (launcher.num_taken, launcher.num_waiting) == (0, 0)
+    assert (launcher.window.num_taken, launcher.window.num_waiting) == (0, 0)
 
 
 async def test_a_small_rollout_does_not_wait_behind_a_huge_one():

@@ -11,8 +11,8 @@ import pytest
 from tests.kernel.http.conftest import make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout.kernel.client.body import rollout_body
+from vllm_rollout.kernel.http.body import REMOVED, RENAMED
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.kernel.http.renamed import REMOVED, RENAMED
 
 APP = make_app(FakeEngine())
 OLD_NAMES = pytest.mark.parametrize("old", RENAMED)

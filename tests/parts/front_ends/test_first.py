@@ -196,7 +196,7 @@ async def test_what_is_read_to_find_who_answers_is_bounded_and_counts_until_it_i
     other: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(boundary, "MAX_BODY_BYTES", 1000)
-    monkeypatch.setattr(boundary._ReadAhead, "held", held := boundary.HeldBodies(1500))
+    monkeypatch.setattr(boundary, "_AHEAD", held := boundary.HeldBodies(1500))
     answer = await other.post(JOINING, content=b"x" * 1001)
     assert (answer.status_code, held.num_bytes) == (413, 0)
     assert "1001 bytes or more, at most 1000 are allowed" in answer.json()["error"]["message"]

@@ -28,7 +28,6 @@ from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
-from vllm_rollout.kernel.api.life_port import Death
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.plan import GroupPlan
@@ -142,13 +141,14 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
         self.num_api_processes, self.client_index = num_api_processes, index
         ranks = PredictedRanks(len(cores), index, alone=num_api_processes == 1)
         self.begin_groups(GroupRoutes(ranks), Metrics(CollectorRegistry()))
-        self.life = SimpleNamespace(dead={}, watch=lambda: None)
+        self.life = SimpleNamespace(watch=lambda: None)
+        self.dead: set[int] = set()
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
 
     @property
     def living_ranks(self) -> list[int]:
-        return [rank for rank in range(self.num_ranks) if rank not in self.life.dead]
+        return [rank for rank in range(self.num_ranks) if rank not in self.dead]
 
     def forget(self, request_id: str) -> None:
         if (core := self.reqs_in_flight.pop(request_id, None)) is not None:
@@ -174,7 +174,7 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
 
     def die(self, rank: int) -> None:
         """Everybody hears that a rank has died."""
-        self.life.dead[rank] = Death(rank, -9)
+        self.dead.add(rank)
         self.routes.bury(rank)
 
 

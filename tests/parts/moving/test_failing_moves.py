@@ -11,6 +11,7 @@ import pytest
 from tests.kernel.core.scheduler_runs import assert_nothing_left
 from tests.parts.moving.moving_runs import assert_both_end
 from tests.parts.moving.ranked_llm import Cluster
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs
 from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import Parcel
@@ -230,7 +231,7 @@ async def test_a_candidate_that_is_aborted_on_its_way_ends_where_it_arrives(new_
 async def test_a_group_that_is_cancelled_on_its_way_is_deferred_where_it_arrives(new_cluster):
     cluster = new_cluster()
     moving = await in_a_parcel(cluster)
-    cancelling = asyncio.create_task(cluster.engine.cancel_groups(["g"]))
+    cancelling = asyncio.create_task(cluster.engine.calls.tell_groups(CANCEL_GROUPS, ["g"]))
     (move, _, _) = await cluster.done(moving, cancelling, cluster.readers["g"])
     assert move.outcome == "moved"
     assert cluster.ends == {candidate: ["deferred"] for candidate in SAID}

@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.kernel.core.scheduler_runs import assert_nothing_left
 from tests.parts.moving.ranked_llm import Cluster
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS
 from vllm_rollout.kernel.core.calls import answered
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.parts.moving.core.moving import GroupMoves
@@ -85,7 +86,8 @@ class Schedule:
     def cancel(self) -> None:
         if self.lengths:
             group_id = self.chance.choice(list(self.lengths))
-            self.call(self.cluster.engines[self.process_of[group_id]].cancel_groups([group_id]))
+            engine = self.cluster.engines[self.process_of[group_id]]
+            self.call(engine.calls.tell_groups(CANCEL_GROUPS, [group_id]))
 
     def cut(self) -> None:
         self.call(self.engine().calls.tell_groups(CUT_RACE, self.chance.choice(list(self.num_wanted))))

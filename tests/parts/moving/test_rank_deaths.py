@@ -24,13 +24,14 @@ from tests.support.time_limit import end_within
 from tests.support.waiting import eventually, wait_until
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api import life, server_folder
+from vllm_rollout.kernel.api.engine_calls import RankDied
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, NoRankLeft
-from vllm_rollout.kernel.api.life import Life
-from vllm_rollout.kernel.api.life_port import Death
-from vllm_rollout.kernel.api.rank_died import RankDied
+from vllm_rollout.kernel.api.life import life_of
 from vllm_rollout.kernel.rules.ranks import Ranks
-from vllm_rollout.parts.moving.api.deaths import Deaths, RankProcesses, outlives_a_rank
+from vllm_rollout.parts.moving.api.deaths import Death, Deaths, RankProcesses, outlives_a_rank
+from vllm_rollout.parts.moving.api.moving import in_motion
 from vllm_rollout.parts.moving.api.rank_client import RankClient
+from vllm_rollout.parts.moving.api.rank_life import leave_dead
 
 pytestmark = pytest.mark.anyio
 
@@ -181,11 +182,11 @@ async def test_two_ranks_die_with_a_group_between_them(monkeypatch: pytest.Monke
     end_within(30)
     with server_folder.of_a_server():
         client = TwoRanksAndAHealthyOne()
-        watch = Life(client)
+        watch = life_of(client)
         route = client.routes.open("moving", {0: 0}, 1)
 
         async def move() -> None:
-            async with route.moving():
+            async with in_motion(route):
                 await client.buried[2].wait()  # the call to the target ends when that is known to be dead
 
         moving = asyncio.create_task(move())
@@ -207,7 +208,7 @@ def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> N
     routes = GroupRoutes(Ranks(3))
     joined = routes.join("joined", 4, 1)
     routes.bury(1)
-    routes.leave_dead(1)
+    leave_dead(routes, 1)
     assert joined.rank != 1
     routes.hold(frozenset())
     assert routes.held == {1}

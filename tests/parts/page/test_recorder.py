@@ -180,7 +180,7 @@ async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_th
     async with asyncio.timeout(10):
         await eventually(lambda: path.stat().st_size)
     assert [prompt.id for prompt in read_trace(path).prompts] == ["a"]
-    assert service.progress == (0, 0)
+    assert service.active == {}
 
 
 async def test_a_full_disk_spoils_no_rollout_and_what_comes_when_there_is_room_is_recorded(

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -19,6 +20,7 @@ from tests.parts.page.test_receipts import body
 from tests.parts.rewards.test_grading import FakeGraders
 from tests.parts.rounds.test_runs import make, play, prompts
 from tests.support.waiting import eventually
+from vllm_rollout.kernel.http.clients import ClientNamespaces
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.parts.page.http import tracing
 
@@ -52,6 +54,12 @@ def traceparent(*, sampled: bool = True) -> dict[str, str]:
     return {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-{sampled:02d}"}
 
 
+def traced_app(engine: FakeEngine) -> FastAPI:
+    app = make_app(engine)
+    app.add_middleware(ClientNamespaces)
+    return app
+
+
 def the_rollout(spans: InMemorySpanExporter) -> ReadableSpan:
     (rollout,) = [each for each in spans.get_finished_spans() if each.name == "rollout"]
     return rollout
@@ -69,7 +77,7 @@ def below(parent: ReadableSpan, spans: InMemorySpanExporter) -> list[ReadableSpa
 
 async def test_a_rollout_is_one_span_in_its_clients_trace(engine: TracedEngine, spans: InMemorySpanExporter) -> None:
     engine.num_launch_places = 4  # one group after the other
-    async with http_of(make_app(engine)) as http:
+    async with http_of(traced_app(engine)) as http:
         answer = (await http.post("/v1/rollouts", json=body(), headers=traceparent())).json()
     rollout = the_rollout(spans)
     assert {f"{each.context.trace_id:032x}" for each in spans.get_finished_spans()} == {TRACE_ID}
@@ -138,14 +146,14 @@ async def test_a_client_that_leaves_leaves_no_open_span(engine: TracedEngine, sp
 
 
 async def test_who_is_sampled_out_is_so_with_all_candidates(engine: TracedEngine, spans: InMemorySpanExporter) -> None:
-    async with http_of(make_app(engine)) as http:
+    async with http_of(traced_app(engine)) as http:
         await http.post("/v1/rollouts", json=body(), headers=traceparent(sampled=False))
     assert spans.get_finished_spans() == ()
     assert {headers["traceparent"][-2:] for headers in engine.headers} == {"00"}
 
 
 async def test_without_a_provider_nothing_is_passed(engine: TracedEngine) -> None:
-    async with http_of(make_app(engine)) as http:
+    async with http_of(traced_app(engine)) as http:
         for headers in ({}, traceparent()):
             assert (await http.post("/v1/rollouts", json=body(), headers=headers)).status_code == 200
     assert engine.headers == [None] * 6

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.kernel.http.test_renamed import OLD_NAMES, REMOVED_NAMES, bodies
-from vllm_rollout.kernel.http.renamed import RENAMED
+from vllm_rollout.kernel.http.body import RENAMED
 from vllm_rollout.parts.rounds.client.run_calls import create_run, round
 
 

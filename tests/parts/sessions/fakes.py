@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
 from tests.kernel.http.fake_engine import FakePart
+from vllm_rollout.kernel.call_table import GIVE_UP
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.rewards.http.plan import RewardsPlan
@@ -25,7 +27,7 @@ class FakeSessions(FakePart):
         rollouts = app.state.rollout_service
         refusals = [make(rollouts) for _, make in faces("session_refusal")]
         self.service = SessionService(
-            self.engine.give_up,
+            partial(self.engine.calls.tell_groups, GIVE_UP),
             rollouts.part(RewardsPlan).grading,
             rollouts.rewards,
             self._metrics,

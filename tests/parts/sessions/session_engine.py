@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from vllm_rollout.kernel.http.reward_body import RewardOptions
+from vllm_rollout.kernel.http.protocol import RewardOptions
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.sessions.http.asked import TurnSaid
 from vllm_rollout.parts.sessions.http.groups import OpenTurn

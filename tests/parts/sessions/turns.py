@@ -20,11 +20,11 @@ from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.sessions.fakes import put
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.http.boundary import RolloutRoute
-from vllm_rollout.kernel.http.clients import ClientNamespaces, client_session
+from vllm_rollout.kernel.http.clients import ClientNamespaces
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.parts.rewards.http.plan import RewardsPlan
-from vllm_rollout.parts.sessions.http.asked import turn_from_xargs
+from vllm_rollout.parts.sessions.http.asked import client_session, turn_from_xargs
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 

@@ -23,9 +23,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_rollout.adapter.names import AdapterNames
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.api.continued import resumed_params, resumed_prompt
-from vllm_rollout.kernel.api.engine_calls import engine_stopped
+from vllm_rollout.kernel.api.engine_calls import RankDied, engine_stopped
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
-from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.api.versions import REJECTIONS, mend_weight_spans, version_spans, weight_spans
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import (

@@ -6,12 +6,14 @@ Invariant: a request without our fields takes the base class's path unchanged.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -23,12 +25,10 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.output_text import keep_to_output_text
 from vllm_rollout.kernel.api.door import Door
-from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.api.forking import fork_engines
+from vllm_rollout.kernel.api.engine_calls import EngineCalls, RankDied
 from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
-from vllm_rollout.kernel.api.life import Life
-from vllm_rollout.kernel.api.rank_died import RankDied
+from vllm_rollout.kernel.api.life import life_of
 from vllm_rollout.kernel.call_table import ABORT_REQUESTS
 from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -51,14 +51,14 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """Called once, on the thread that stops the engine, while the engine still answers."""
         self.before_weights: Callable[[], Awaitable[None]] | None = None
         """Called before a trainer pauses the engine, lets it sleep or sends it weights."""
-        self.after_version: Callable[[str], None] | None = None
-        """Called with the name of new weights, once the engine has it."""
+        self.after_version: list[Callable[[str], None]] = []
+        """Called with the name of new weights, once the engine has it by a request to this API process."""
         self.door = Door()
         self.when_aborted: Callable[[set[str]], None] = lambda names: None
         """Called with the names of requests that a client aborts, in the process that takes the abort."""
         self.before_rollouts: Callable[[], Awaitable[None]] | None = None
         """Called before a rollout, or a candidate of a group, begins."""
-        fork_engines(kwargs["vllm_config"])
+        _fork_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         keep_to_output_text(self.output_processor)
         self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
@@ -74,7 +74,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         ranks = new_ranks(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
         routes = GroupRoutes(ranks, self.request_counts if self.num_ranks > 1 else None)
         self.begin_groups(routes, Metrics())
-        self.life = Life(self)
+        self.life = life_of(self)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         before, self.before_shutdown = self.before_shutdown, None
@@ -99,7 +99,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         return [max(waiting + running, core.engine_inflight[engine]) for engine, (waiting, running, _) in told]
 
     @property
-    def living_ranks(self) -> list[int]:
+    def living_ranks(self) -> Sequence[int]:
         """Ranks of this client that have not died."""
         return self.life.living_ranks
 
@@ -122,14 +122,14 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         known = self.output_processor.external_req_ids
         named = ids if internal else [internal_id for id in ids for internal_id in known.get(id, ())]
-        candidates = [id for id in named if self._group_of(id) is not None]
+        candidates = [id for id in named if self.group_of(id) is not None]
         if candidates:
             for state in map(self.output_processor.request_states.get, candidates if internal else ()):
                 if state is not None and state.external_req_id in self.unread:
                     self.unread[state.external_req_id] = state.queue
             for id in candidates:  # an abort that overtook its candidate would stop nothing
-                if (route := self.routes.find(self._group_of(id) or "")) is not None:
-                    await route.at_rest()
+                if (route := self.routes.find(self.group_of(id) or "")) is not None:
+                    await route.door.opened()
             await self.engine_core.abort_requests_async(candidates)
             if others := [id for id in named if id not in candidates]:
                 await super().abort(others, internal=True)
@@ -201,23 +201,17 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
 
     async def update_weight_version(self, new_version: str) -> None:
         await super().update_weight_version(new_version)
-        if self.after_version is not None:
-            self.after_version(new_version)
+        for hear in self.after_version:
+            hear(new_version)
 
     async def _weights_come(self) -> None:
         if self.before_weights is not None:
             await self.before_weights()
 
-    def _group_of(self, internal_id: str) -> str | None:
+    def group_of(self, internal_id: str) -> str | None:
         """Group id of a running candidate."""
         state = self.output_processor.request_states.get(internal_id)
         return None if state is None else self._candidates.get(state.queue)  # type: ignore[arg-type]
-
-    async def lose_group(self, group_id: str, error: Exception) -> None:
-        """End a group whose candidates may be in any engine core or none: abort and fail all of them."""
-        request_ids = [id for id in self.output_processor.request_states if self._group_of(id) == group_id]
-        await self.engine_core.abort_requests_async(request_ids)
-        self.lose(request_ids, error)
 
     def lose(self, request_ids: Iterable[str], error: Exception) -> None:
         """Fail requests that are in no engine core any more. Readers of their outputs get `error`."""
@@ -227,6 +221,21 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
             if state is not None:
                 self.output_processor.abort_requests([request_id], internal=True)
                 state.queue.put(error)
+
+
+def _fork_engines(vllm_config: VllmConfig) -> None:
+    """Make engine cores copies of this process: ten seconds sooner than processes that import vLLM again. Call this
+    before this process starts them.
+
+    vLLM makes copies on a GPU. Its CPU platform starts new processes, because OpenMP reads the number of threads when a
+    process starts. `kernel/worker/cpu_executor.py` sets that number later.
+
+    A process that has computed with several threads must not be copied: OpenMP would wait for ever for threads that the
+    copy does not have. An API process computes only with images and sounds. Engines that are rebuilt while the server
+    runs are not copied either (`ServeOptions.forks`).
+    """
+    if ServeOptions.of(vllm_config).forks and not vllm_config.model_config.is_multimodal_model:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
 def _fail_calls(engine_core: AsyncMPClient, handler: asyncio.Task[None]) -> None:

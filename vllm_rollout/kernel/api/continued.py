@@ -85,8 +85,3 @@ def prompt_text(model_config: ModelConfig, token_ids: Sequence[int], params: Sam
     endless = copy(params)
     endless.stop = []
     return text_of(model_config, token_ids, endless, token_ids, stopped=False)
-
-
-def whole_text(model_config: ModelConfig, token_ids: Sequence[int]) -> str:
-    """Text of tokens, special tokens included."""
-    return cached_tokenizer_from_config(model_config).decode(list(token_ids), skip_special_tokens=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -26,13 +26,8 @@ from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
-from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, RANK_COUNTS
-from vllm_rollout.kernel.http.engine import (
-    Kind,
-    PreparedPrompt,
-    PromptInput,
-    RequestError,
-)
+from vllm_rollout.kernel.call_table import RANK_COUNTS
+from vllm_rollout.kernel.http.engine import Kind, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.http.slices import Slices
 from vllm_rollout.kernel.parts import faces
@@ -57,11 +52,6 @@ class VLLMEngine(GroupRunner):
         self.parts: list[ApiPart] = []
         for _, part in faces("api"):
             self.parts.append(part(self))
-        client.after_version = self._weights_named
-
-    def _weights_named(self, version: str) -> None:
-        for part in self.parts:
-            part.weights_named(version)
 
     def part(self, kind: type[Kind]) -> Kind:
         if (found := self.find(kind)) is None:
@@ -156,12 +146,6 @@ class VLLMEngine(GroupRunner):
             "(POST /update_weight_version).",
             status=HTTPStatus.CONFLICT,
         )
-
-    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        await self.calls.tell_groups(CANCEL_GROUPS, list(group_ids))
-
-    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
-        await self.calls.tell_groups(GIVE_UP, {group_id: list(each) for group_id, each in candidates.items()})
 
     async def rank_counts(self) -> dict[int, RankCounts]:
         return await self.calls.call_each(RANK_COUNTS, None)

@@ -7,22 +7,41 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 
 from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.background import begin, heard
-from vllm_rollout.kernel.api.rank_died import RankDied, answers_of_the_living
 from vllm_rollout.kernel.call_table import CALL_METHOD, Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 
+Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 LOOK_S = 1.0
 """Seconds between two checks whether the engine is alive, while a call waits for its answer."""
+
+
+class RankDied(GracefulHTTPError):
+    """The rank died, and the request or call to it is lost. The server goes on."""
+
+    rank: int
+    request_id: str | None
+    """Id of the request that was not sent, if any."""
+
+    @classmethod
+    def of(cls, rank: int, request_id: str | None = None) -> RankDied:
+        died = cls(
+            f"rank {rank} of the engine has died, and what ran there is lost. Send it again: other ranks go on. "
+            "The server's log says why it died.",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+        died.rank, died.request_id = rank, request_id
+        return died
 
 
 class CalledClient(Protocol):
@@ -83,11 +102,6 @@ class EngineCalls:
         return self._client.living_ranks
 
     @property
-    def first_rank(self) -> int:
-        """The rank that trains, and that is asked for data that all ranks have."""
-        return next(iter(self.living_ranks), 0)
-
-    @property
     def is_busy(self) -> bool:
         """True while several calls belong together: an engine must get all of them or none."""
         return bool(self._running)
@@ -108,13 +122,13 @@ class EngineCalls:
         return operation.decode_result(answer)
 
     async def call_first(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
-        """Run one operation on the first living rank."""
+        """Run one operation on the first living rank, which trains, and has all data that every rank has."""
         return await self.ask_first(lambda rank: self.call_rank(rank, operation, argument))
 
     async def ask_first(self, ask: Callable[[int], Awaitable[Value]]) -> Value:
         """Call `ask` for the first living rank, and for the next one if that rank dies meanwhile."""
         while True:
-            rank = self.first_rank
+            rank = next(iter(self.living_ranks), 0)
             try:
                 return await ask(rank)
             except EngineStopped:
@@ -161,6 +175,17 @@ class EngineCalls:
     async def to_its_end(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Await work that continues if its caller goes away: half of it would leave ranks different."""
         return await heard(begin(work, self._running), "a call of several ranks", refusals=(RequestError,))
+
+
+async def answers_of_the_living(calls: Mapping[Key, Awaitable[Value]]) -> dict[Key, Value]:
+    """Answers of the calls whose rank is alive to the end. Raises: EngineDeadError if no rank is left."""
+    answers = await asyncio.gather(*calls.values(), return_exceptions=True)
+    if all(isinstance(answer, RankDied) for answer in answers):
+        raise EngineDeadError()
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, RankDied):
+            raise answer
+    return {key: answer for key, answer in zip(calls, answers, strict=True) if not isinstance(answer, BaseException)}
 
 
 def engine_stopped() -> EngineStopped:

@@ -6,9 +6,10 @@ Invariant: a request without our fields takes the client's own path unchanged.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import replace
@@ -33,7 +34,6 @@ from vllm_rollout.kernel.api.claims import AskedRequest, Claim
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
-from vllm_rollout.kernel.api.prompts import digest_of_prompt
 from vllm_rollout.kernel.api.refusals import (
     NO_PROMPT_LOGPROBS,
     pruning_refusal,
@@ -48,18 +48,13 @@ from vllm_rollout.kernel.http.metrics import LeftBy, Metrics
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
-from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name
+from vllm_rollout.kernel.rules.prompt_key import digest_of, joined_id, kept_name
 from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.terms_port import Origin, TermsPart, pruning_of, said_of
 from vllm_rollout.kernel.rules.types import Ending, GroupResult
 from vllm_rollout.kernel.wire import TAG_KEY
-from vllm_rollout.kernel.xargs import (
-    NAMES,
-    audit_ratio_from_xargs,
-    plan_from_xargs,
-    rollout_xargs,
-)
+from vllm_rollout.kernel.xargs import NAMES, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 
 LAST_OUTPUT_S = 10.0
 """Longest wait in seconds for the last output of a candidate whose client has left. It takes one step, unless
@@ -316,6 +311,26 @@ def choices_of(plan: GroupPlan, indices: Sequence[int], finals: dict[int, Reques
     for position in range(len(choices), plan.group_size):
         choices.append(CompletionOutput(position, "", [], None, logprobs, finish_reason="abort"))
     return choices
+
+
+def digest_of_prompt(prompt: Any) -> str:
+    """Digest of a prompt's content: token ids, with the hashes of images and other media.
+
+    Prompts without token ids (embeddings, a stream of inputs) are distinguished only by their type.
+    """
+    if isinstance(prompt, str):
+        return f"text:{digest_of([*map(ord, prompt)])}"
+    if not isinstance(prompt, Mapping):
+        return type(prompt).__name__
+    parts = [digest_of(prompt.get("prompt_token_ids") or ())]
+    if "encoder_prompt" in prompt:
+        parts += [digest_of_prompt(prompt["encoder_prompt"]), digest_of_prompt(prompt["decoder_prompt"])]
+    elif prompt.get("mm_hashes"):
+        hashes = {modality: list(items) for modality, items in prompt["mm_hashes"].items()}
+        parts.append(json.dumps(hashes, sort_keys=True))
+    elif "prompt_token_ids" not in prompt and isinstance(prompt.get("prompt"), str):
+        parts.append(digest_of_prompt(prompt["prompt"]))
+    return "/".join(parts)
 
 
 class NoTokens(list[int]):

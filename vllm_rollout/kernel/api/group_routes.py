@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from vllm_rollout.kernel.api.door import Door
-from vllm_rollout.kernel.api.rank_died import RankDied
+from vllm_rollout.kernel.api.engine_calls import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.other_requests import OtherRequests
@@ -24,49 +25,24 @@ class NoRankLeft(GracefulHTTPError):
     """All living ranks are drained."""
 
 
+@dataclass(slots=True, eq=False)
 class GroupRoute:
     """Route of one group to its engine core."""
 
-    def __init__(self, group_id: str, rank: int, placed: PlacedGroup | None, outlook: Outlook | None = None) -> None:
-        self.group_id = group_id
-        self.rank = rank
-        """Rank of this API process that runs the group."""
-        self.placed = placed
-        """The candidates that started together. None if candidates come one by one, each with a load of its own."""
-        self.outlook = outlook
-        self._door = Door()
-        """Shut while the group moves."""
-
-    @property
-    def joined(self) -> bool:
-        """True if candidates come one by one."""
-        return self.placed is None
-
-    @property
-    def num_left(self) -> int:
-        """Running candidates that started together."""
-        return 0 if self.placed is None else self.placed.num_left
-
-    async def at_rest(self) -> None:
-        """Wait until the group does not move."""
-        await self._door.opened()
+    group_id: str
+    rank: int
+    """Rank of this API process that runs the group."""
+    placed: PlacedGroup | None
+    """The candidates that started together. None if candidates come one by one, each with a load of its own."""
+    outlook: Outlook | None = None
+    door: Door = field(default_factory=Door)
+    """Shut while the group moves."""
 
     @asynccontextmanager
     async def launching(self) -> AsyncIterator[int]:
         """Rank for a new candidate. The group stays there inside the block."""
-        async with self._door.passing():
+        async with self.door.passing():
             yield self.rank
-
-    @asynccontextmanager
-    async def moving(self) -> AsyncIterator[None]:
-        """Hold the group's messages during a move. Messages under way arrive first, later ones wait."""
-        assert self._door.is_open, f"group {self.group_id} moves already"
-        self._door.shut()
-        try:
-            await self._door.left_by_all()
-            yield
-        finally:
-            self._door.open()
 
 
 class GroupRoutes:
@@ -107,12 +83,6 @@ class GroupRoutes:
         """Mark a rank as dead. It gets no more requests."""
         self._dead |= {rank}
         self.hold(self.held)
-
-    def leave_dead(self, rank: int) -> None:
-        """Let later candidates of a dead rank's joined groups start on another rank."""
-        for route in self.on_rank(rank):
-            if route.joined and self.has_open:
-                self.arrived(route, self.next_rank())
 
     def next_rank(self) -> int:
         """Rank with the least load. Raises: NoRankLeft."""

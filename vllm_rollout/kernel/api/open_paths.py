@@ -20,8 +20,7 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
 
-from vllm_rollout.kernel.http.clients import namespace_of
-from vllm_rollout.kernel.http.paths import path_of
+from vllm_rollout.kernel.http.clients import namespace_of, path_of
 
 _open_path: ContextVar[str | None] = ContextVar("open_path", default=None)
 """Path of the current request if no key guards it, else None."""
@@ -71,9 +70,3 @@ def has_key(app: Starlette, headers: Headers) -> bool:
         for middleware in app.user_middleware
         if middleware.cls is AuthenticationMiddleware  # type: ignore[comparison-overlap]
     )
-
-
-def lacks_key(app: Starlette, scope: Scope) -> bool:
-    """True if vLLM refuses a request because it lacks --api-key."""
-    is_guarded = scope["method"] != "OPTIONS" and path_of(scope).startswith(GUARDED_PREFIX)
-    return is_guarded and not has_key(app, Headers(scope=scope))

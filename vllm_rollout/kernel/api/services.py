@@ -42,7 +42,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     if folder is not None:
         staged = "".join(part.staged for part in engine.parts)
         for part in engine.parts:
-            await part.take_up(folder, staged)
+            await part.take_up(staged)
     if settings.rollout_state is not None:
         client.before_shutdown = partial(_stop, engine, asyncio.get_running_loop(), settings.rollout_state)
     client.life.watch()

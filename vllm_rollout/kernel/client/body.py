@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 from pydantic import BaseModel
 from typing_extensions import Unpack
 
+from vllm_rollout.kernel.http.body import remedy_for
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields, RolloutRequest
-from vllm_rollout.kernel.http.renamed import remedy_for
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

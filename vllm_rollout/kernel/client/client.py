@@ -8,7 +8,6 @@ Invariant: importing this needs neither vllm nor torch.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from typing import Any, Self
@@ -16,17 +15,12 @@ from typing import Any, Self
 import httpx
 
 from vllm_rollout.kernel.client import calls
-from vllm_rollout.kernel.client.blocking import (
-    Blocked,
-    BlockingTransport,
-    LoopThread,
-    blocking,
-    blocking_generator,
-    finished,
-)
-from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, is_healthy, poll_s
+from vllm_rollout.kernel.client.blocking import Blocked, BlockingTransport, blocking, blocking_generator, finished
+from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, is_healthy
 from vllm_rollout.kernel.client.methods import async_streamed, awaited
 from vllm_rollout.kernel.client.sender import Sender
+
+POLL_INTERVAL_S = 0.5
 
 
 class AsyncClient(Sender):
@@ -52,7 +46,12 @@ class AsyncClient(Sender):
         """
         deadline = time.monotonic() + timeout_s
         while not await self.health():
-            await self._sleep(poll_s(deadline, timeout_s, self.base_url))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(
+                    f"{self.base_url} was not ready within {timeout_s} s. See the server's log, or wait longer."
+                )
+            await self._sleep(min(POLL_INTERVAL_S, left_s))
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -75,8 +74,9 @@ class Client(Blocked):
     health = blocking(AsyncClient.health)
     wait_until_ready = blocking(AsyncClient.wait_until_ready)
 
-    def __init__(self, client: AsyncClient, loop: LoopThread | None = None) -> None:
-        """`client`: a client whose coroutines never wait. Or any other, whose coroutines run in `loop`."""
+    def __init__(self, client: AsyncClient, loop: Any = None) -> None:
+        """`client`: a client whose coroutines never wait. Or any other, whose coroutines `loop.finished` runs. Then
+        `loop.close` is called at the end."""
         self._awaited, self._loop = client, loop
         self._finish: Callable[[Any], Any] = finished if loop is None else loop.finished
         self.base_url, self.key_headers = client.base_url, client.key_headers
@@ -97,7 +97,7 @@ class Client(Blocked):
 
 
 class BlockingSender(Sender):
-    """Sends by blocking, so that coroutines never wait. Overrides: __init__, _sleep, _aside."""
+    """Sends by blocking, so that coroutines never wait. Overrides: __init__, _sleep."""
 
     def __init__(self, *args: Any, transport: Any = None, **settings: Any) -> None:
         http = httpx.Client(limits=LIMITS, transport=transport)
@@ -105,8 +105,3 @@ class BlockingSender(Sender):
 
     async def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
-
-    async def _aside(self, work: Callable[[], object]) -> None:
-        if inspect.iscoroutine(returned := work()):
-            returned.close()
-            raise TypeError("an async function needs the client that is asynchronous, too: AsyncRolloutClient")

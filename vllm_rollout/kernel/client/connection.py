@@ -6,8 +6,7 @@ Invariant: a request is retried only if no answer came. Every failure is a Rollo
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator
 from functools import cache
 from http import HTTPStatus
 from types import UnionType
@@ -28,7 +27,6 @@ BACKOFF_S = 0.5
 """Seconds before the first retry. The wait doubles with each further retry."""
 HEALTH_TIMEOUT_S = 5.0
 """Longest wait for an answer of /health, in seconds."""
-POLL_INTERVAL_S = 0.5
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 """No limit of connections: a trainer may wait on hundreds of rollouts at once. The server queues them, not the client.
 """
@@ -135,18 +133,13 @@ async def event_data(response: httpx.Response) -> AsyncGenerator[bytes, None]:
 
 
 class EventReader:
-    """Parses the bytes of an event stream as events."""
+    """Parses the data of an event stream as events."""
 
     def __init__(self, events: Any = RolloutEvent, *, streams_tokens: bool = False) -> None:
         """`events`: union of the classes of events, which differ by `type`."""
         self._form = adapter(events)
         self._joints = Joints() if streams_tokens else None
-        self._data = EventData()
         self._done = False
-
-    def feed(self, chunk: bytes) -> list[Event]:
-        """Events that this chunk completes. Raises: RolloutError at an `error` event, and if tokens do not join."""
-        return [self.read(data) for data in self._data.feed(chunk)]
 
     def close(self) -> None:
         """Note that the stream has ended. Raises: RolloutError if it ended before its `done` event."""
@@ -154,7 +147,7 @@ class EventReader:
             raise RolloutError(None, "the stream ended before its done event; the rollout is incomplete.", INCOMPLETE)
 
     def read(self, data: bytes) -> Event:
-        """The event with this data. Raises: as `feed`."""
+        """The event with this data. Raises: RolloutError for an `error` event, and if tokens do not join."""
         event: Event = parse(self._form, data)
         if isinstance(event, ErrorEvent):
             raise RolloutError.from_body(event.error)
@@ -210,15 +203,6 @@ class Connection:
     def _timeout(self, read_timeout_s: float | None) -> httpx.Timeout:
         return httpx.Timeout(None, connect=self._connect_timeout_s, read=read_timeout_s)
 
-    def _request(
-        self, method: str, path: str, body: object, timeout: float | None, headers: Mapping[str, str] | None
-    ) -> httpx.Request:
-        settings: dict[str, Any] = {"headers": headers}
-        if timeout is not None:
-            settings["timeout"] = self._timeout(timeout)
-        settings["content" if isinstance(body, bytes) else "json"] = body
-        return self._http.build_request(method, path, **settings)
-
     def _delay_s(self, error: httpx.TransportError, attempt: int, url: object) -> float:
         """Seconds to wait before the next attempt. `attempt` counts from 0.
 
@@ -236,13 +220,11 @@ class Connection:
         return self._backoff_s * 2.0**attempt
 
 
-def _made(form: Any) -> TypeAdapter[Any]:
+@cache
+def adapter(form: Any) -> TypeAdapter[Any]:
+    """The parser of a form, which is made once. Members of a union differ by `type`."""
     tagged: Any = Annotated[form, Discriminator("type")]
     return TypeAdapter(tagged if get_origin(form) is UnionType else form)
-
-
-adapter: Callable[[Any], TypeAdapter[Any]] = cache(_made)
-"""The parser of a form, which is made once. Members of a union differ by `type`."""
 
 
 def parse(form: TypeAdapter[Any], content: bytes) -> Any:
@@ -290,11 +272,3 @@ def is_healthy(response: httpx.Response) -> bool:
         return False
     raise_for_error(response)
     return True
-
-
-def poll_s(deadline: float, timeout_s: float, url: str) -> float:
-    """Seconds until the next poll. Raises: TimeoutError past the deadline."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError(f"{url} was not ready within {timeout_s} s. See the server's log, or wait longer.")
-    return min(POLL_INTERVAL_S, left_s)

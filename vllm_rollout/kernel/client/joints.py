@@ -5,14 +5,7 @@ Invariant: the joined chunks of a candidate have as many tokens as its trajector
 
 from __future__ import annotations
 
-from vllm_rollout.kernel.http.answers import (
-    CandidateEvent,
-    Event,
-    GroupEvent,
-    TokensEvent,
-    TrajectoryEvent,
-    VoidsGroup,
-)
+from vllm_rollout.kernel.http.answers import CandidateEvent, Event, GroupEvent, TokensEvent, TrajectoryEvent, VoidsGroup
 
 ENDED = -1
 

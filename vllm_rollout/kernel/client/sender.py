@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -23,17 +22,6 @@ class Sender(Connection):
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-
-    async def _aside(self, work: Callable[[], object]) -> None:
-        """Run long work, sync or async, while the loop goes on. Returns once the work has ended, also if cancelled."""
-        thread = asyncio.ensure_future(asyncio.to_thread(work))
-        try:
-            returned = await asyncio.shield(thread)
-        except asyncio.CancelledError:
-            await asyncio.wait([thread])
-            raise
-        if inspect.isawaitable(returned):
-            await returned
 
     @asynccontextmanager
     async def _placed(self, num_candidates: int) -> AsyncIterator[Sender]:
@@ -52,8 +40,11 @@ class Sender(Connection):
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
         """Send a request, with retries. Returns the answer with its body still unread."""
+        settings: dict[str, Any] = {"headers": headers, "content" if isinstance(body, bytes) else "json": body}
+        if timeout is not None:
+            settings["timeout"] = self._timeout(timeout)
         for attempt in count():
-            request = self._request(method, path, body, timeout, headers)
+            request = self._http.build_request(method, path, **settings)
             try:
                 return await self._attempt(request)
             except httpx.TransportError as error:

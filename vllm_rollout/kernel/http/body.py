@@ -6,7 +6,7 @@ Invariant: an unknown field is an error that names it, and every accepted value 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from operator import or_
 from types import GenericAlias
@@ -25,7 +25,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from vllm_rollout.kernel.http.renamed import remedy_for
 from vllm_rollout.kernel.rules.rows import Either, Flag, Integer, Kind, Names, Number, Object, Several, rows
 from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.kernel.xargs import PREFIX
@@ -53,6 +52,19 @@ ELSEWHERE = {
     "logprobs": "include",
 }
 """Fields of other APIs -> the places of the same settings in our bodies."""
+RENAMED = {
+    "sampling": "sampling_params",
+    "return": "include",
+    "return_text": "include",
+    "return_logprobs": "include",
+    "return_unselected": "include",
+}
+"""Old name of a body's field, or of an option of the Python client -> new name. Each is refused for one version."""
+REMOVED = {
+    "until": 'removed, leave it out: let rounds filter groups without variance ("filter": "zero_variance"), or drop '
+    "these groups in the trainer",
+}
+"""Removed field of a body, or option of the Python client -> what to do instead."""
 UNION_TAGS = frozenset({"<flag>", "<list>", "<name>", "<number>", "<object>"})
 """Parts of an error's location that pydantic adds and that are not part of the body."""
 
@@ -76,11 +88,7 @@ class Body(BaseModel):
                     raise PydanticCustomError(
                         "unknown_field",
                         "is not a field of this version. {remedy}; allowed here: {allowed}",
-                        {
-                            "field": text,
-                            "allowed": ", ".join(known),
-                            "remedy": remedy,
-                        },
+                        {"field": text, "allowed": ", ".join(known), "remedy": remedy},
                     )
         return value
 
@@ -105,6 +113,14 @@ def _place_of(name: str, known: Sequence[str]) -> str | None:
     """The place, in a body with these fields, of a field of other endpoints. None if there is none."""
     place = ELSEWHERE.get(name, f"sampling_params.{name}" if name in SAMPLING else name.removeprefix(PREFIX))
     return place if place.partition(".")[0] in known else None
+
+
+def remedy_for(name: str, known: Container[str]) -> str | None:
+    """Message for a field of an earlier version. None for other names, and if `known` does not have the new name."""
+    if name in REMOVED:
+        return REMOVED[name]
+    new = RENAMED.get(name)
+    return f"renamed, write {new}" if new is not None and new in known else None
 
 
 _BODIES: dict[type, type[Body]] = {}

@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_HELD_BYTES
-from vllm_rollout.kernel.http.clients import answering
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_response, explain_internal, explain_invalid, explain_unreadable
 from vllm_rollout.kernel.http.parsed import BodyRequest
@@ -80,55 +79,38 @@ def check_size(num_bytes: int | str, max_bytes: int, remedy: str) -> None:
         )
 
 
-class _ReadAhead:
-    """The messages of a request, read to choose the app that answers it, and read again by that app.
-
-    The body is held, within the bounds of our endpoints, until that app has taken it.
-    """
-
-    held: ClassVar[HeldBodies] = HeldBodies(MAX_HELD_BYTES)
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._read: deque[Message] = deque()
-        self._holding = ExitStack()
-
-    def __enter__(self) -> _ReadAhead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._holding.close()
-
-    async def __call__(self) -> Message:
-        if not self._read:
-            return await self._receive()
-        message = self._read.popleft()
-        if not self._read:
-            self._holding.close()
-        return message
-
-    async def body(self) -> bytes:
-        """The body, as far as the client has sent it. Raises: RequestError (413, 503)."""
-        check = partial(check_size, max_bytes=MAX_BODY_BYTES, remedy="Send fewer prompts per request.")
-        receive = self._holding.enter_context(self.held.received(self._receive, check))
-        is_whole = False
-        while not is_whole:
-            self._read.append(await receive())
-            is_whole = not self._read[-1].get("more_body", False)
-        return b"".join(message.get("body", b"") for message in self._read)
+_AHEAD = HeldBodies(MAX_HELD_BYTES)
+"""Bodies that are read to choose the app that answers, until that app has taken them."""
 
 
 async def answer_by_body(
     choose: Callable[[bytes], tuple[ASGIApp, Scope]], scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """For middleware: `choose` picks the app that answers a request and the app's scope, by the request's body."""
-    with _ReadAhead(receive) as ahead:
+    """For middleware: `choose` picks the app that answers a request and the app's scope, by the request's body.
+
+    The body is held within the bounds of our endpoints. If it is too large, the answer is that error (413, 503).
+    """
+    messages: deque[Message] = deque()
+    check = partial(check_size, max_bytes=MAX_BODY_BYTES, remedy="Send fewer prompts per request.")
+    with ExitStack() as holding:
+        receive_held = holding.enter_context(_AHEAD.received(receive, check))
+
+        async def receive_again() -> Message:
+            if not messages:
+                return await receive()
+            message = messages.popleft()
+            if not messages:
+                holding.close()
+            return message
+
         answer: ASGIApp
         try:
-            answer, scope = choose(await ahead.body())
+            while not messages or messages[-1].get("more_body", False):
+                messages.append(await receive_held())
+            answer, scope = choose(b"".join(message.get("body", b"") for message in messages))
         except RequestError as error:
             answer = error_response(error)
-        await answer(scope, ahead, send)
+        await answer(scope, receive_again, send)
 
 
 class RolloutRoute(APIRoute):
@@ -149,8 +131,7 @@ class RolloutRoute(APIRoute):
         async def handler(request: Request) -> Response:
             try:
                 self._check_size(request.headers.get("content-length", ""))
-                with answering(request.headers):
-                    return await handle(BodyRequest(request.scope, request.receive, body))
+                return await handle(BodyRequest(request.scope, request.receive, body))
             except RequestValidationError as error:
                 return error_response(explain_invalid(error, body))
             except RequestError as error:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import Ending, RankCounts, TooLate
+from vllm_rollout.kernel.rules.types import Ending, RankCounts
 
 Kind = TypeVar("Kind")
 
@@ -157,11 +157,6 @@ class CandidateEnd:
     error: str | None = None
     """The error, if it failed for a known reason."""
 
-    @property
-    def group_lost(self) -> bool:
-        """True if its group completed in the step of its end, but after as many groups as its round wanted."""
-        return any(isinstance(value, TooLate) for value in self.parts.values())
-
 
 Happening = CandidateTokens | CandidateEnd
 """New tokens or the end of a candidate."""
@@ -246,18 +241,6 @@ class Engine(Protocol):
 
     async def current_weight_version(self) -> str | None:
         """Version of the weights in use. None if they have no name. Raises: EngineStopped."""
-
-    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        """Stop groups: candidates that run or still come end as `deferred`.
-
-        Groups that the engine does not know (yet, or any more) are passed over. Raises: EngineStopped.
-        """
-
-    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
-        """Stop candidates, given by group: those that run end as `surplus`.
-
-        Candidates that the engine does not know are passed over. Raises: EngineStopped.
-        """
 
     async def rank_counts(self) -> Mapping[int, RankCounts]:
         """Groups and counts of each living rank, by rank. Raises: EngineStopped."""

@@ -169,10 +169,3 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for argument in get_args(annotation):
         yield from _models_in(argument)
-
-
-def not_empty(body: bytes, wanted: str) -> bytes:
-    """The body itself. Raises: RequestError if it is empty."""
-    if not body:
-        raise RequestError(f"the body is empty. Send {wanted} as application/octet-stream.")
-    return body

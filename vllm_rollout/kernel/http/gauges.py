@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_rollout.background import spawn
 from vllm_rollout.config import REPORT_INTERVAL_S
+from vllm_rollout.kernel.http.clients import path_of
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.paths import path_of
 
 PATIENCE_S = 1.0
 """Seconds that a scrape waits for the engine. After that it shows the last known values."""

@@ -42,26 +42,18 @@ class Launcher:
     """A launch window in which groups wait for places."""
 
     def __init__(self, num_places: int) -> None:
-        self._window = LaunchWindow(num_places)
+        self.window = LaunchWindow(num_places)
         self._started: dict[Turn, asyncio.Future[None]] = {}
-
-    @property
-    def num_taken(self) -> int:
-        return self._window.num_taken
-
-    @property
-    def num_waiting(self) -> int:
-        return self._window.num_waiting
 
     async def take(self, num_candidates: int, priority: int = 0) -> Places:
         """Wait until a group of `num_candidates` may start. A caller that is cancelled meanwhile leaves the queue."""
-        turn = self._window.ask(num_candidates, priority)
+        turn = self.window.ask(num_candidates, priority)
         started = self._started[turn] = asyncio.get_running_loop().create_future()
         self._admit()
         try:
             await started
         except asyncio.CancelledError:
-            self._window.withdraw(turn)
+            self.window.withdraw(turn)
             self._started.pop(turn, None)
             self._admit()
             raise
@@ -82,11 +74,11 @@ class Launcher:
             raise
 
     def release(self, num_candidates: int) -> None:
-        self._window.release(num_candidates)
+        self.window.release(num_candidates)
         self._admit()
 
     def _admit(self) -> None:
-        for turn in self._window.admit():
+        for turn in self.window.admit():
             started = self._started.pop(turn)
             if not started.done():  # done: cancelled, and about to withdraw
                 started.set_result(None)

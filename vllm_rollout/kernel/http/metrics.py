@@ -11,25 +11,17 @@ end in `_ratio`, times in `_seconds`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, TypeVar, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.http.engine_totals import EngineTotals, Reading
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import (
-    BASE_MODEL,
-    STOP_STATES,
-    Ending,
-    GroupResult,
-    GroupStatus,
-    RankCounts,
-)
+from vllm_rollout.kernel.rules.types import STOP_STATES, Ending, GroupResult, GroupStatus, RankCounts
 
 PREFIX = "vllm_rollout:"
 LATENCY_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
@@ -52,6 +44,7 @@ deferred  of a group that goes on in a later round, or starts anew there
 
 Metric = TypeVar("Metric", Counter, Histogram)
 Own = TypeVar("Own", bound="PartMetrics")
+Shared = TypeVar("Shared")
 
 
 class MetricMaker:
@@ -60,7 +53,7 @@ class MetricMaker:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self.totals = EngineTotals()
-        self.adapters = KnownAdapters()
+        self._shared: dict[Callable[[], Any], Any] = {}
 
     def counter(self, name: str, help: str, **labels: Iterable[str]) -> Counter:
         """A counter with a series for each known value of its label, starting at 0."""
@@ -76,30 +69,16 @@ class MetricMaker:
         mode: Literal["livesum", "mostrecent"] = "livesum" if each else "mostrecent"
         return Gauge(f"{PREFIX}{name}", help, labels, registry=self._registry, multiprocess_mode=mode)
 
+    def shared(self, kind: Callable[[], Shared]) -> Shared:
+        """The one object of this kind, for all parts that ask for it."""
+        shared: Shared = self._shared.setdefault(kind, kind())
+        return shared
+
 
 def _begun(metric: Metric, labels: Mapping[str, Iterable[str]]) -> Metric:
     for value in chain(*labels.values()):
         metric.labels(value)
     return metric
-
-
-class KnownAdapters:
-    """Names that gauges have a series for: the base model's, which is empty, and the first adapters.
-
-    A trainer may name each step's weights anew, so there is a limit.
-    """
-
-    def __init__(self) -> None:
-        self._adapters: list[str] = []
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((BASE_MODEL, *self._adapters))
-
-    def know(self, name: str) -> bool:
-        """Note a name for which something was learned. True if it has series."""
-        if name not in self and len(self._adapters) < MAX_ADAPTERS:
-            self._adapters.append(name)
-        return name in self
 
 
 class PartMetrics:

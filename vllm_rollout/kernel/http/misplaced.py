@@ -13,9 +13,9 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_rollout.kernel.http.clients import path_of
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_response
-from vllm_rollout.kernel.http.paths import path_of
 from vllm_rollout.kernel.xargs import GRADING, MARK, NAMES
 
 XARGS, EXTRA_ARGS = "vllm_xargs", "sampling_params.extra_args"

@@ -36,14 +36,10 @@ class BodyRequest(Request):
 
         Raises: ValueError for a body that is not JSON, RequestValidationError for one that does not fit the model.
         """
-        body = await self.body()
-        if len(body) < LARGE_BODY_BYTES or self._model is None:
+        body, model = await self.body(), self._model
+        if len(body) < LARGE_BODY_BYTES or model is None:
             return await super().json()
-        return await asyncio.get_running_loop().run_in_executor(_THREADS, _parsed, body, self._model)
-
-
-def _parsed(body: bytes, model: type[Model]) -> Model:
-    return checked(read_json(body), model)
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: checked(read_json(body), model))
 
 
 def checked(fields: Any, model: type[Model]) -> Model:

@@ -101,8 +101,6 @@ class GroupRecord:
     """Grades that have come, by candidate index."""
     void: set[int] = field(default_factory=set)
     """Indices of candidates that must not count."""
-    is_cut: bool = False
-    """True if its round goes on without this group."""
     parts: Sequence[GroupPart] = ()
     """Objects of parts, in the order in which they hear."""
 

@@ -12,7 +12,6 @@ The engine makes one object of each part, in the order of the list, and passes i
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -37,7 +36,7 @@ class ApiPart:
     async def start(self, settings: Namespace) -> None:
         """Called once. `settings`: our flags. Raises: RuntimeError, which ends the start of the server."""
 
-    async def take_up(self, folder: Path, staged: str) -> None:
+    async def take_up(self, staged: str) -> None:
         """Take up what is kept in the folder of --rollout-state. `staged`: of another part.
 
         Raises: RuntimeError, which ends the start of the server.
@@ -51,9 +50,6 @@ class ApiPart:
 
     async def settled(self) -> None:
         """Wait until no background work of the part runs."""
-
-    def weights_named(self, version: str) -> None:
-        """The engine's newest weights have got this name by a request to this API process."""
 
     def group_begins(self, order: GroupOrder) -> None:
         """Called before the candidates of a group are launched."""

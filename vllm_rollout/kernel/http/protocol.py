@@ -9,22 +9,26 @@ from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     StrictBool,
+    StrictFloat,
     StrictInt,
     StrictStr,
+    Tag,
     ValidatorFunctionWrapHandler,
     create_model,
     field_validator,
     model_validator,
 )
 
-from vllm_rollout.config import MAX_PROMPTS
+from vllm_rollout.config import MAX_PROMPTS, MAX_REWARD_S, REWARD_THRESHOLD
 from vllm_rollout.kernel.http.body import MAX_INT, Body, PartFields, check_json, of_table
-from vllm_rollout.kernel.http.reward_body import RewardField
 from vllm_rollout.kernel.parts import faces, faces_left_out
 from vllm_rollout.kernel.rules import fields
+from vllm_rollout.kernel.rules.rewards import Estimator
 
 MAX_STREAM_TOKENS = 1_000_000
 
@@ -63,6 +67,35 @@ class Prompt(Body):
         check_json(self.messages, "messages")
         check_json(self.data, "data")
         return self
+
+
+RewardName = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+
+
+class RewardOptions(Body):
+    """A reward by name, and how it is used."""
+
+    name: RewardName = Field(
+        description="Name of a built-in reward (exact, regex, math), or of a --rollout-reward of the server."
+    )
+    timeout_s: Annotated[StrictFloat, Field(gt=0, le=MAX_REWARD_S)] | None = Field(
+        default=None,
+        description="Upper bound, in seconds, of the time to grade a trajectory, with reward code of the time for "
+        "each test. It holds even if the server has learned that more time is needed. Default: the server's limits.",
+    )
+    estimator: Estimator = Field(
+        default="grpo", description="Estimator of the advantages in the answer: grpo, rloo or mean."
+    )
+    threshold: StrictFloat = Field(
+        default=REWARD_THRESHOLD, description="A reward above this value is positive for what the server learns."
+    )
+
+
+RewardField = Annotated[
+    Annotated[RewardName, Tag("<name>")] | Annotated[RewardOptions, Tag("<object>")],
+    Discriminator(lambda value: "<object>" if isinstance(value, dict | BaseModel) else "<name>"),
+]
+"""A reward by name or by options. A name alone means the default options."""
 
 
 @of_table

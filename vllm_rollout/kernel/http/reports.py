@@ -5,7 +5,7 @@ Invariants: a restart voids all reports of earlier attempts. After `close` no so
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +42,7 @@ class Graded:
 
 
 async def attempts(
-    run: Attempt,
-    on_engine_failure: OnEngineFailure,
-    before_retry: Callable[[], Awaitable[None]],
+    run: Attempt, on_engine_failure: OnEngineFailure, before_retry: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[Happening | Restarted | Lost, None]:
     """Run a group until it ends, and yield its tokens and ends, its restarts and its loss.
 
@@ -74,11 +72,11 @@ class LaunchOver:
     """All candidates that were launched together have ended."""
 
 
-class Sources:
+class Sources(FanIn[Any]):
     """Reports about one group."""
 
     def __init__(self) -> None:
-        self._all: FanIn[Any] = FanIn(1)
+        super().__init__(1)
 
     def launch(self, candidates: AsyncGenerator[Any, None]) -> None:
         """Also read the reports on candidates that are launched together. `LaunchOver` follows them."""
@@ -89,15 +87,4 @@ class Sources:
                     yield report
             yield LaunchOver()
 
-        self._all.add(launched())
-
-    def add(self, source: AsyncGenerator[Any, None]) -> None:
-        """Also read another source."""
-        self._all.add(source)
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return aiter(self._all)
-
-    async def close(self) -> None:
-        """Stop reading. Sources that run are cancelled."""
-        await self._all.close()
+        self.add(launched())

@@ -5,10 +5,10 @@ Invariant: every posted reward gets a status of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.clients import owned_name
@@ -52,17 +52,13 @@ class Taken:
     """Fields of the answer."""
 
 
-class RewardTaker(Protocol):
-    async def rewarded(self, posted: Posted) -> Taken:
-        """Take rewards. Raises: RequestError."""
-
-
 class RewardDoor:
     """Passes rewards to `takers`, in their order, until each reward has a status."""
 
     def __init__(self, on_accepted: Callable[[str, list[Reward]], None] = lambda rollout_id, rewards: None) -> None:
         """`on_accepted`: called with the accepted rewards of a rollout that its client has posted."""
-        self.takers: list[RewardTaker] = []
+        self.takers: list[Callable[[Posted], Awaitable[Taken]]] = []
+        """Functions of parts that take rewards. They may raise RequestError."""
         self._on_accepted = on_accepted
 
     async def post(self, rollout_id: str, request: RewardsRequest, namespace: str) -> RewardsAnswer:
@@ -119,7 +115,7 @@ class RewardDoor:
         fields: dict[str, Any] = {}
         for taker in self.takers:
             if len(statuses) < len(posted.rewards):
-                taken = await taker.rewarded(posted)
+                taken = await taker(posted)
                 statuses, fields = {**taken.statuses, **statuses}, {**fields, **taken.fields}
         return Taken(statuses, fields)
 

@@ -1,17 +1,16 @@
-"""A running rollout: its checked request, and its results so far.
+"""A running rollout: its checked request, the course of its prompts, and its results so far.
 
-Invariant: generated + resumed = returned + wasted tokens.
+Invariants: generated + resumed = returned + wasted tokens. Each prompt is started at most once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.kernel.http.answers import GroupAnswer, RanksFreeEvent, RedundancyBudget, Timing, Usage
-from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Outlook, PreparedPrompt, RequestError
 from vllm_rollout.kernel.http.plan_port import RolloutPart
 from vllm_rollout.kernel.http.protocol import Included, RolloutRequest
@@ -21,6 +20,27 @@ from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, GroupResult
+
+
+class Course:
+    """Decides which prompts of a rollout start: all of them, in the given order."""
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        """`positions`: those of the prompts in the rollout."""
+        self._positions = positions
+
+    async def positions(self) -> AsyncIterator[int]:
+        """Prompts to start, each as soon as that is decided. Ends when no more will start."""
+        for position in self._positions:
+            yield position
+
+    def stopped(self) -> Awaitable[object] | None:
+        """An awaitable that is done when no prompt may start for now. None: that never happens."""
+        return None
+
+    def starts(self, position: int) -> bool:
+        """True if the prompt starts, now that there are places for its group."""
+        return True
 
 
 @dataclass(slots=True)
@@ -222,11 +242,6 @@ class Rollout:
         """Pass on rewards that were posted while the rollout runs. Each is (prompt id, index, reward)."""
         for part in self.parts:
             part.rewarded(rewards)
-
-    def restarted(self, num_ended: int) -> None:
-        """Count a group that runs again. `num_ended`: its candidates that had ended."""
-        self.outcome.num_ended -= num_ended
-        self.outcome.usage.num_restarted += 1
 
 
 def alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:

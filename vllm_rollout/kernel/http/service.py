@@ -13,21 +13,14 @@ from contextlib import aclosing
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import TypeVar
 
 from vllm_rollout.background import survived, to_its_end
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS
 from vllm_rollout.kernel.http.aborts import Aborts, not_launched
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
-from vllm_rollout.kernel.http.clients import client_namespace, client_request
-from vllm_rollout.kernel.http.course import AllPrompts
-from vllm_rollout.kernel.http.engine import (
-    CandidateEnd,
-    Engine,
-    EngineStopped,
-    PromptInput,
-    RequestError,
-)
+from vllm_rollout.kernel.http.clients import client_headers, client_namespace
+from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, EngineStopped, Kind, PromptInput, RequestError
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
@@ -35,7 +28,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import ASKS_A_PART, Draft, Given, PlanPart
 from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
-from vllm_rollout.kernel.http.rollout import Rollout, alike, check_max_candidates, check_num_candidates
+from vllm_rollout.kernel.http.rollout import Course, Rollout, alike, check_max_candidates, check_num_candidates
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.http.started_group import StartedGroup
@@ -48,8 +41,6 @@ from vllm_rollout.kernel.rules.request_names import rollout_id
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.types import ABORTED
-
-Kind = TypeVar("Kind")
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes
@@ -73,10 +64,6 @@ NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields}
 """Fields of a plan -> their names in the body."""
 
 
-def _why_unread(field: str) -> str:
-    return why_unread("plan", lambda part: field in part.fields)
-
-
 class RolloutService:
     """Runs rollouts on an engine."""
 
@@ -98,9 +85,9 @@ class RolloutService:
         given = Given(engine, metrics, clock, self.rewards, audit_ratio)
         self._parts: list[PlanPart] = [make(given) for _, make in faces("plan")]
         self._launcher = Launcher(engine.num_launch_places)
-        self._active: dict[str, Rollout] = {}
+        self.active: dict[str, Rollout] = {}
         """Running rollouts by id."""
-        self.aborts = Aborts(engine, self._active)
+        self.aborts = Aborts(engine, self.active)
         self._bodies_left_out = [body for _, body in faces_left_out("fields")]
 
     async def prepare(self, request: RolloutRequest) -> Rollout:
@@ -144,7 +131,7 @@ class RolloutService:
         for part in parts:
             part.audit(draft)
         rollout = Rollout(
-            id=rollout_id(client_request()),
+            id=rollout_id(client_headers().get("x-request-id")),
             created=int(time.time()),
             namespace=client_namespace(),
             model=model,
@@ -154,7 +141,7 @@ class RolloutService:
             seed_names=[prompt.id for prompt in prompts],
             included=frozenset(request.include),
             stream_tokens=request.stream_tokens,
-            course=AllPrompts(draft.positions),
+            course=Course(draft.positions),
             on_engine_failure=request.on_engine_failure,
             priority=request.priority,
             is_graded=request.reward is not None,
@@ -176,13 +163,7 @@ class RolloutService:
         if request.tradeoff is not None:
             group["redundancy"] = max(0, upper_bound(request.group_size, most) - request.group_size)
         try:
-            return make_plan(
-                request.group_size,
-                **group,
-                parts=request.part_terms(),
-                max_candidates=most,
-                names=NAMES,
-            )
+            return make_plan(request.group_size, **group, parts=request.part_terms(), max_candidates=most, names=NAMES)
         except PlanError as error:
             raise RequestError(str(error), param=error.field) from error
 
@@ -194,7 +175,8 @@ class RolloutService:
                     raise RequestError(f"{field}: {why_unread('fields', partial(is_, body))}", param=field)
         for field, asks in ASKS_A_PART.items():
             if asks(request) and not any(field in part.fields for part in self._parts):
-                raise RequestError(f"{field}: {_why_unread(field)}", param=field)
+                reason = why_unread("plan", lambda part, field=field: field in part.fields)
+                raise RequestError(f"{field}: {reason}", param=field)
 
     def part(self, kind: type[Kind]) -> Kind:
         """A part's object for all rollouts, by its class. Raises: LookupError if there is none."""
@@ -202,13 +184,6 @@ class RolloutService:
             if isinstance(part, kind):
                 return part
         raise LookupError(f"no part has {kind.__name__} for rollouts")
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Candidates of all running rollouts together, and those that have ended."""
-        rollouts = self._active.values()
-        num_ended = sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts)
-        return sum(each.num_responses for each in rollouts), num_ended
 
     async def answer(self, rollout: Rollout) -> list[bytes]:
         """Run a rollout to its end. Returns a RolloutAnswer as JSON, in parts."""
@@ -240,7 +215,7 @@ class RolloutService:
                     groups[rollout.group_id(position)] = events.add(group, places.release_all)
 
         launching = events.add(launch())
-        self._active[rollout.id] = rollout
+        self.active[rollout.id] = rollout
         for part in rollout.parts:
             part.begun(events.put)
         left = True
@@ -286,7 +261,7 @@ class RolloutService:
             with survived(OF_PARTS):
                 launched.append(part.leave())
         await self._see_out({id: task for id, task in groups.items() if not task.done()}, launched, events)
-        del self._active[rollout.id]
+        del self.active[rollout.id]
         for part in rollout.parts:
             with survived(OF_PARTS):
                 part.over(left=left)
@@ -307,7 +282,7 @@ class RolloutService:
         try:
             while running and self._clock() < deadline_s:
                 # Again and again: a candidate that was on its way may have made its group only now.
-                await self.engine.cancel_groups([*running, *chain.from_iterable(launched)])
+                await self.engine.calls.tell_groups(CANCEL_GROUPS, [*running, *chain.from_iterable(launched)])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
         except EngineStopped:  # reported elsewhere
@@ -350,7 +325,7 @@ class RolloutService:
             await part.told(over)
 
     def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
-        if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come
+        if (rollout := self.active.get(rollout_id)) is not None:  # its row is to come
             rollout.rewarded([(its.prompt_id, its.index, its.reward) for its in rewards])
             return
         for part in self._parts:

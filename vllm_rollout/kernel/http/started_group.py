@@ -38,13 +38,7 @@ class StartedGroup(GroupRecord):
     """The group of the prompt at one position."""
 
     def __init__(
-        self,
-        rollout: Rollout,
-        position: int,
-        places: Places,
-        order: GroupOrder,
-        metrics: Metrics,
-        started_s: float,
+        self, rollout: Rollout, position: int, places: Places, order: GroupOrder, metrics: Metrics, started_s: float
     ) -> None:
         """`order`: before parts change it. `started_s`: seconds from the rollout's beginning until now."""
         prompt, plan = rollout.prompts[position], rollout.plans[position].group
@@ -64,7 +58,8 @@ class StartedGroup(GroupRecord):
         """Run the group. Yields each report that counts, once it is recorded. `launch`: unless a part has another."""
         for part in self.parts:
             launch = part.launching(launch)
-        race = attempts(partial(launch, self.order), on_engine_failure, self._take_places_again)
+        take_places = partial(self.places.take_again, self.plan.num_candidates)
+        race = attempts(partial(launch, self.order), on_engine_failure, take_places)
         try:
             if any(part.adds_sources for part in self.parts):
                 self.sources.launch(race)
@@ -81,9 +76,6 @@ class StartedGroup(GroupRecord):
             for part in self.parts:
                 part.stopped()
 
-    async def _take_places_again(self) -> None:
-        await self.places.take_again(self.plan.num_candidates)
-
     def _take(self, happening: Happening | Restarted | Lost | Graded | LaunchOver) -> bool:
         """Record a report, before its events are made. True if it belongs to the attempt that counts."""
         match happening:
@@ -92,10 +84,10 @@ class StartedGroup(GroupRecord):
                     part.launch_over()
                 return False
             case Restarted():
-                self._rollout.restarted(len(self.ends))
+                self._rollout.outcome.num_ended -= len(self.ends)
+                self._rollout.outcome.usage.num_restarted += 1
                 for known in (self.ends, self.grades, self.void, self._told, self._off_policy):
                     known.clear()
-                self.is_cut = False
                 for part in self.parts:
                     part.restarted()
             case Lost():
@@ -138,13 +130,9 @@ class StartedGroup(GroupRecord):
             if graded.grade.status == "void":
                 yield self._dropped(graded.end)
 
-    def concluded(self) -> GroupResult:
-        """The result of the group by its plan."""
-        return conclude(self.plan, (end.ending for end in self.ends.values()), self._lost_why, self.void)
-
     async def over(self) -> Over:
-        """The end of the group, as parts change it."""
-        over = Over(self.concluded())
+        """The end of the group by its plan, as parts change it."""
+        over = Over(conclude(self.plan, (end.ending for end in self.ends.values()), self._lost_why, self.void))
         for part in self.parts:
             await part.over(over)
         for part in self.parts:
@@ -199,7 +187,6 @@ class StartedGroup(GroupRecord):
         if not end.is_replaced:  # by one that takes its place
             self.places.release(1)
         self.ends[end.ending.index] = end
-        self.is_cut |= end.group_lost or end.ending.state == "deferred"
         for part in self.parts:
             part.ended(end)
         self._rollout.outcome.num_ended += 1

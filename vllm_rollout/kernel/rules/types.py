@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 CandidateState = Literal["running", "finished", "pruned", "surplus", "deferred", "failed"]
 """`running` is the only state that can change. The others are end states."""
@@ -59,6 +60,11 @@ Signal = Literal["head", "confidence"]
 @dataclass(frozen=True, slots=True)
 class TooLate:
     """A part's value for a group that completed after as many other groups as were wanted."""
+
+
+def is_too_late(values: Mapping[str, Any]) -> bool:
+    """True if a value of a part says so of the group."""
+    return any(isinstance(value, TooLate) for value in values.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,10 @@ from vllm_rollout.parts.feeds.http.store import FEEDS, FeedStore
 
 
 class FeedsApi(ApiPart):
-    """Overrides: start, serve, weights_named."""
+    """Overrides: start, serve."""
 
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
-        self._feeds: FeedService | None = None
         self._store: FeedStore | None = None
 
     async def start(self, settings: Namespace) -> None:
@@ -31,17 +30,13 @@ class FeedsApi(ApiPart):
         client = self._engine.client
         if not client.client_index:
             rollouts, metrics = app.state.rollout_service, client.rollout_metrics
-            self._feeds = FeedService(
+            feeds = app.state.feed_service = FeedService(
                 rollouts,
                 self._engine,
                 metrics,
                 self._store,
                 sessions=lambda: getattr(app.state, "session_service", None),
             )
-            app.state.feed_service = self._feeds
+            client.after_version.append(feeds.weights_named)
             if (show := face("feeds", "shown")) is not None:
-                show(rollouts, self._feeds)
-
-    def weights_named(self, version: str) -> None:
-        if self._feeds is not None:
-            self._feeds.weights_named(version)
+                show(rollouts, feeds)

@@ -31,6 +31,7 @@ from vllm_rollout.kernel.client.groups import GroupStream
 from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RolloutAnswer, RolloutSummary
 from vllm_rollout.kernel.http.rewards import EXPLANATIONS, NamedRewardsAnswer, RewardCounts, RewardResult, RewardsAnswer
+from vllm_rollout.parts.fleet.loop import LoopThread
 from vllm_rollout.parts.fleet.rollout import GONE, FleetRollout, Part, is_loss
 from vllm_rollout.parts.fleet.rules import NoServerLeft, Servers
 from vllm_rollout.parts.moving.http.body import EngineAnswer, EnginesAnswer
@@ -149,6 +150,10 @@ class Fleet(Sender):
         self._tried_s = -float("inf")
         self._rollouts: OrderedDict[str, Mapping[str, Part]] = OrderedDict()
         """Part that returned each prompt, by rollout id."""
+
+    def new_loop(self) -> LoopThread:
+        """A loop in which the sync client runs the coroutines of this one."""
+        return LoopThread()
 
     @property
     def _alive(self) -> list[int]:

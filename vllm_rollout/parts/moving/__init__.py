@@ -13,7 +13,7 @@ PART = Part(
         "engine_client": "vllm_rollout.parts.moving.api.rank_client:RankClient",
         "fields": "vllm_rollout.parts.moving.http.fields:MovedFields",
         "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
-        "life": "vllm_rollout.parts.moving.api.deaths:life_of",
+        "life": "vllm_rollout.parts.moving.api.rank_life:life_of",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
         "plan": "vllm_rollout.parts.moving.http.plan:MovingPlan",
         "plugin": "vllm_rollout.parts.moving.api.plugin:replace_processes",

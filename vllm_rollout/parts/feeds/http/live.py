@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from vllm_rollout.background import spawn
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS
 from vllm_rollout.kernel.http.answers import Usage
 from vllm_rollout.kernel.http.clients import act_for
 from vllm_rollout.kernel.http.engine import Engine, RequestError
@@ -241,7 +242,7 @@ class LiveFeed:
         for group in running.values():
             group.is_stopping = True
         if running:
-            spawn(self._engine.cancel_groups([*running]), "stopping a feed's groups")
+            spawn(self._engine.calls.tell_groups(CANCEL_GROUPS, [*running]), "stopping a feed's groups")
 
     async def _run(self, number: int, group: AdmittedGroup) -> None:
         reason: str | None = None

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from functools import partial
 
 from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.types import Scope
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 
 from vllm_rollout.kernel.api.engine import VLLMEngine
-from vllm_rollout.kernel.api.open_paths import lacks_key
+from vllm_rollout.kernel.api.open_paths import has_key
+from vllm_rollout.kernel.http.clients import path_of
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.parts.front_ends.api.abort_broadcast import AbortBroadcast
 from vllm_rollout.parts.front_ends.api.listener import Listener
@@ -40,3 +45,9 @@ class FrontEndsApi(ApiPart):
             # Around all middleware: a request for another process passes that process's middleware.
             own = app.middleware_stack or app.build_middleware_stack()
             app.middleware_stack = HandOn(own, self._listener.from_another(), partial(lacks_key, app))
+
+
+def lacks_key(app: Starlette, scope: Scope) -> bool:
+    """True if vLLM refuses a request because it lacks --api-key."""
+    is_guarded = scope["method"] != "OPTIONS" and path_of(scope).startswith(GUARDED_PREFIX)
+    return is_guarded and not has_key(app, Headers(scope=scope))

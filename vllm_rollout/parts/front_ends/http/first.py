@@ -21,9 +21,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_rollout.kernel.http.boundary import answer_by_body
+from vllm_rollout.kernel.http.clients import path_of
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_response
-from vllm_rollout.kernel.http.paths import path_of
 from vllm_rollout.kernel.http.slices import unless
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.xargs import CLAIMED_ROWS, MARK, NAMES

@@ -147,7 +147,8 @@ class SteppedClient(GroupClient, EngineRequests):
         keep_to_output_text(engine.output_processor)
         self.begin_groups(GroupRoutes(Ranks(1)), Metrics(CollectorRegistry()))
         self.door, self.before_rollouts = Door(), None  # no engine is rebuilt here
-        self.life = SimpleNamespace(dead={}, living_ranks=[0], watch=lambda: None)
+        self.life = SimpleNamespace(watch=lambda: None)
+        self.after_version: list[Any] = []
 
     @property
     def has_others(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -20,12 +20,19 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api import server_folder
-from vllm_rollout.kernel.api.life_port import Death, LifePart
 
 logger = init_logger("vllm.vllm_rollout")
 
 LOOK_S = 1.0
 """Seconds between two checks whether the server is being stopped."""
+
+
+class Death(NamedTuple):
+    """Death of an engine core."""
+
+    rank: int
+    exit_code: int
+    """Exit code as in `multiprocessing`: a negative value is the number of a signal."""
 
 
 class Deaths:
@@ -50,31 +57,6 @@ class Deaths:
         except FileNotFoundError:
             return []
         return [Death(*map(int, line.split())) for line in lines]
-
-
-class RankLife(LifePart):
-    """Deaths in the server's file, and the client of engine cores that goes on without a dead one."""
-
-    def __init__(self, client: Any, file: Deaths) -> None:
-        """`client`: its `engine_core` is a `RankClient` where a rank may die."""
-        self._client = client
-        self._file = file
-
-    def deaths(self) -> list[Death]:
-        return self._file.read()
-
-    def died(self, death: Death) -> None:
-        self._client.engine_core.bury(death.rank)
-
-    def requests_of(self, rank: int) -> list[str]:
-        lost: list[str] = self._client.engine_core.requests_of(rank)
-        return lost
-
-
-def life_of(client: Any) -> RankLife | None:
-    """None in an engine of a trainer's own process, where no file is written."""
-    file = Deaths.of_this_server()
-    return None if file is None else RankLife(client, file)
 
 
 def outlives_a_rank(config: VllmConfig) -> bool:

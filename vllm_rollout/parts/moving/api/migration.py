@@ -50,7 +50,8 @@ class MigrationWatch:
         num_left_at_look, delay = 0, 0.0
         while not self._client.errored:
             await asyncio.sleep(LOOK_S)
-            num_left = sum(route.num_left for route in routes.running if migration_of(route) != "off")
+            may_move = [route for route in routes.running if migration_of(route) != "off"]
+            num_left = sum(route.placed.num_left for route in may_move if route.placed is not None)
             if not num_left:
                 return
             if num_left > num_left_at_look:  # more have begun

@@ -20,8 +20,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from itertools import count
 from typing import NamedTuple
@@ -32,9 +32,8 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
-from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.api.engine_calls import EngineCalls, RankDied
 from vllm_rollout.kernel.api.group_routes import GroupRoute
-from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.parts.moving.calls import (
     ADOPT_GROUP,
@@ -244,7 +243,7 @@ class EngineMoves(MovesPart):
         return moves
 
     async def _move(self, route: GroupRoute, target: int) -> Move:
-        if route.joined and self._client.num_api_processes > 1:
+        if route.placed is None and self._client.num_api_processes > 1:
             return Move("stays", SHARED)
         async with self._calls.none_moves:
             routes = self._client.routes
@@ -255,7 +254,7 @@ class EngineMoves(MovesPart):
             if route.rank == target:
                 return Move("stays", "it is there already")
             source, started = route.rank, time.monotonic()
-            async with route.moving():
+            async with in_motion(route):
                 move = await self._move_now(route, target)
         seconds = time.monotonic() - started
         self._client.rollout_metrics.of(MovingMetrics).group_moved(move.outcome, seconds)
@@ -268,7 +267,7 @@ class EngineMoves(MovesPart):
         try:
             released = await self._release(source, wanted)
         except Exception as error:
-            if source not in self._client.life.dead:
+            if source in self._client.living_ranks:
                 logger.exception("rank %d did not release group %s", source, route.group_id)
             return await self._take_back(route, wanted, Move("failed", str(error)))
         if released.outcome == "over":
@@ -278,7 +277,7 @@ class EngineMoves(MovesPart):
             return await self._take_back(route, wanted, Move("stays", released.reason or REASONS[released.outcome]))
         try:
             await self._calls.call_rank(target, ADOPT_GROUP, GroupToAdopt(*wanted, released.parcel))
-            if target in self._client.life.dead:  # it died with the group, whose requests were not known to be there
+            if target not in self._client.living_ranks:  # it died with the group, whose requests were not known there
                 raise RankDied.of(target)
         except Exception as error:
             logger.exception("rank %d did not adopt group %s of rank %d", target, route.group_id, source)
@@ -288,7 +287,7 @@ class EngineMoves(MovesPart):
         try:
             await self._calls.call_rank(source, CONFIRM_MOVE, wanted)
         except Exception:
-            if source not in self._client.life.dead:  # a dead one has nothing to forget
+            if source in self._client.living_ranks:  # a dead one has nothing to forget
                 logger.exception("rank %d did not forget group %s", source, route.group_id)
         return Move("moved")
 
@@ -297,12 +296,19 @@ class EngineMoves(MovesPart):
         try:
             await self._calls.call_rank(route.rank, KEEP_GROUP, wanted)
         except Exception as error:
-            is_dead = route.rank in self._client.life.dead
+            is_dead = route.rank not in self._client.living_ranks
             if not is_dead:
                 logger.exception("group %s is lost", route.group_id)
-            await self._client.lose_group(route.group_id, RankDied.of(route.rank) if is_dead else error)
+            await self._lose(route.group_id, RankDied.of(route.rank) if is_dead else error)
             return Move("lost", str(error))
         return move
+
+    async def _lose(self, group_id: str, error: Exception) -> None:
+        """End a group whose candidates may be in any engine core or none: abort and fail all of them."""
+        client = self._client
+        request_ids = [id for id in client.output_processor.request_states if client.group_of(id) == group_id]
+        await client.engine_core.abort_requests_async(request_ids)
+        client.lose(request_ids, error)
 
     async def _release(self, rank: int, wanted: GroupToRelease) -> Released:
         for _ in range(RELEASE_TRIES):
@@ -310,6 +316,18 @@ class EngineMoves(MovesPart):
             if released.outcome not in ("in_flight", "busy"):
                 break
         return released
+
+
+@asynccontextmanager
+async def in_motion(route: GroupRoute) -> AsyncIterator[None]:
+    """Hold a group's messages during a move. Messages under way arrive first, later ones wait."""
+    assert route.door.is_open, f"group {route.group_id} moves already"
+    route.door.shut()
+    try:
+        await route.door.left_by_all()
+        yield
+    finally:
+        route.door.open()
 
 
 def _last_one(rank: int, why: str) -> RequestError:

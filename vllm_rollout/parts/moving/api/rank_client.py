@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from vllm_rollout.kernel.api.rank_died import RankDied, answers_of_the_living
+from vllm_rollout.kernel.api.engine_calls import RankDied, answers_of_the_living
 from vllm_rollout.parts.moving.api.deaths import outlives_a_rank
 
 NOTHING = msgspec.msgpack.encode(EngineCoreOutputs())

@@ -71,7 +71,9 @@ async def get_advice(request: Request) -> Response:
     them. With `"scale_down": "auto"` a rollout does both by itself.
     """
     service = _service(request)
-    progress = Progress(*service.progress)
+    rollouts = service.active.values()
+    num_ended = sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts)
+    progress = Progress(sum(each.num_responses for each in rollouts), num_ended)
     advice = await service.engine.part(MovesPart).plan_scale_down(progress)
     answer = AdviceAnswer(
         num_responses=progress.num_responses,

@@ -204,9 +204,10 @@ class Viewers:
         """The last tokens of running candidates. Empty if the engine is dead or too busy."""
         try:
             async with asyncio.timeout(LOOK_S):
-                return list(chain(*await self._engine.calls.call_all(LAST_TOKENS, group_id)))
+                told = await self._engine.calls.call_all(LAST_TOKENS, group_id)
         except (EngineStopped, TimeoutError):
             return []
+        return [*chain.from_iterable(told)]
 
     def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[LastTokens]) -> GroupTexts:
         texts = GroupTexts(prompt_id=prompt.id, prompt=self._engine.prompt_text(prompt), candidates=[])

@@ -22,7 +22,7 @@ class PruningApi(EngineLearning):
         if settings.rollout_state is not None:
             self._file = StateFile(Path(settings.rollout_state) / LEARNED, self, self._calls)
 
-    async def take_up(self, folder: Path, staged: str) -> None:
+    async def take_up(self, staged: str) -> None:
         if self._file is not None:
             await self._file.load(staged)
 

@@ -13,6 +13,7 @@ from vllm_rollout.kernel.http.metrics import MetricMaker, PartMetrics
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import GroupResult, Signal
+from vllm_rollout.parts.memories.http import KnownAdapters
 from vllm_rollout.parts.pruning.rules.assessment import scores_of
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 
@@ -24,7 +25,7 @@ SURVIVAL_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
 class PruningMetrics(PartMetrics):
     def __init__(self, make: MetricMaker) -> None:
         self._learned = LearnedMetrics(make)
-        self.adapters, self._totals = make.adapters, make.totals
+        self.adapters, self._totals = make.shared(KnownAdapters), make.totals
         self._audits = make.counter(
             "audit_groups", "Groups in which no candidate was stopped, so that learned estimates stay true."
         )

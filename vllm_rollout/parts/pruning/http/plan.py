@@ -33,7 +33,7 @@ class LearningPlan(PlanPart):
 
     def __init__(self, given: Given) -> None:
         self.learning = LearningService.of(given.engine, given.metrics, given.clock)
-        given.rewards.takers.append(self.learning)
+        given.rewards.takers.append(self.learning.rewarded)
         self.audit_ratio = given.audit_ratio
         self.turns = AuditTurns()
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, RequestError
-from vllm_rollout.kernel.http.errors import not_empty
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.reward_door import Posted, Taken
 from vllm_rollout.kernel.http.slices import each
@@ -28,6 +27,13 @@ from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 
 logger = logging.getLogger("vllm.vllm_rollout")
+
+
+def not_empty(body: bytes, wanted: str) -> bytes:
+    """The body itself. Raises: RequestError if it is empty."""
+    if not body:
+        raise RequestError(f"the body is empty. Send {wanted} as application/octet-stream.")
+    return body
 
 
 class LearningService:

@@ -15,7 +15,7 @@ from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over
 from vllm_rollout.kernel.http.reports import Graded, attempts
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.selection import num_wanted
-from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.kernel.rules.types import Ending, is_too_late
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.service import Grading
@@ -108,9 +108,14 @@ class GradedGroup(GroupPart):
         self._grade(to_grade)
         plan, num_alive = self._plan, self._ranking.num_selected
         is_short = self._group.void and num_alive < num_wanted(plan, self._num_pruned)
-        if is_short and not (self._grading.is_left or self._group.is_cut):
+        if is_short and not (self._grading.is_left or self._is_cut):
             most = self._grading.max_candidates or 2 * plan.num_candidates
             self._launch(num_to_refill(plan.group_size, most, self._num_launched, num_alive))
+
+    @property
+    def _is_cut(self) -> bool:
+        """True if its round goes on without this group, perhaps because it completed after as many as were wanted."""
+        return any(is_too_late(end.parts) or end.ending.state == "deferred" for end in self._group.ends.values())
 
     def _take(self, ending: Ending) -> None:
         self._num_pruned += ending.state == "pruned"

@@ -8,15 +8,14 @@ from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.clients import owned_name
 from vllm_rollout.kernel.http.engine import PreparedPrompt
 from vllm_rollout.kernel.http.plan_port import Given, GroupPart, GroupRecord, PlanPart, RolloutPart, Tell
-from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
-from vllm_rollout.kernel.http.reward_body import RewardOptions, options_of
+from vllm_rollout.kernel.http.protocol import Prompt, RewardOptions, RolloutRequest
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.group import GradedGroup
-from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question, RewardsPart
+from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question, RewardsPart, options_of
 
 
 class RewardsPlan(PlanPart):

@@ -18,7 +18,7 @@ from vllm_rollout.checks import shown
 from vllm_rollout.kernel.http.engine import CandidateEnd, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.ports import ApiPart
-from vllm_rollout.kernel.http.reward_body import RewardOptions
+from vllm_rollout.kernel.http.protocol import RewardOptions
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rewards.grading.slots import Urgency
@@ -42,6 +42,10 @@ class Graders(Protocol):
     async def grade(
         self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: Urgency, threshold: float
     ) -> Grade: ...
+
+
+def options_of(reward: str | RewardOptions) -> RewardOptions:
+    return RewardOptions(name=reward) if isinstance(reward, str) else reward
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from typing import Any
 
 from vllm_rollout.kernel.http.answers import GroupAnswer
-from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import Engine
+from vllm_rollout.kernel.http.rollout import Course
 from vllm_rollout.kernel.rules.rewards import RewardStatus
 from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
 from vllm_rollout.parts.rounds.calls import CUT_RACE, WIDEN_RACE, WiderRace
@@ -26,7 +26,9 @@ LOOK_S = 2.0
 
 
 class RoundCourse(Course):
-    """The course of a rollout that is a round of a run. Positions are those of the round's entries."""
+    """The course of a rollout that is a round of a run. Positions are those of the round's entries.
+
+    Overrides: __init__, positions, stopped, starts."""
 
     def __init__(self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool) -> None:
         self.progress = RoundProgress(opened, filters)

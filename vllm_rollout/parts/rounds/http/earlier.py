@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_rollout.kernel.http.renamed import RENAMED
+from vllm_rollout.kernel.http.body import RENAMED
 
 _UNTIL = (None, "complete")
 """Values of `until` that an earlier version kept of runs without it."""

@@ -8,6 +8,7 @@ from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Launch, Over, RolloutPart
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.selection import deferred
+from vllm_rollout.kernel.rules.types import is_too_late
 from vllm_rollout.parts.rounds.http.answers import DeferredEvent
 from vllm_rollout.parts.rounds.http.course import RoundCourse
 from vllm_rollout.parts.rounds.http.resumed import ResumedGroup, Resumption
@@ -53,7 +54,7 @@ class RoundGroup(GroupPart):
         self._course.restarted(self._position)
 
     async def over(self, over: Over) -> None:
-        lost = any(end.group_lost for end in self._record.ends.values())
+        lost = any(is_too_late(end.parts) for end in self._record.ends.values())
         reason = await self._course.group_over(self._position, over.result, lost=lost)
         if reason is not None:
             over.result, over.deferred_because = deferred(over.result, reason), reason

@@ -90,7 +90,7 @@ class RunService:
         """A single thread, so that transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
         """Running rounds, by the id of their rollout or of their sessions."""
-        rollouts.rewards.takers.insert(0, RunRewards(self._live))  # a round learns of its rewards first
+        rollouts.rewards.takers.insert(0, RunRewards(self._live).rewarded)  # a round learns of its rewards first
         self.length_history: Callable[..., Awaitable[Any]] | None = None
         """Lengths of prompts, by their keys and adapter (`ShapingPart.length_history`). None: no lengths are known."""
         self._parallelism: Any = None

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from vllm_rollout.kernel.http.clients import client_headers
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.rows import PlanError, rows
 from vllm_rollout.kernel.rules.terms_port import PartTerms
@@ -25,6 +26,11 @@ class TurnSaid(NamedTuple):
     last: bool
     group: Mapping[str, Any]
     """Fields of the group, by name. The first turn needs them, later turns may repeat them."""
+
+
+def client_session() -> str | None:
+    """The session that the header X-Session-ID of the current request names."""
+    return client_headers().get("x-session-id")
 
 
 def turn_from_xargs(xargs: Mapping[str, object], named: str | None, *, n: int) -> TurnSaid:

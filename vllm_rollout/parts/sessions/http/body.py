@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
 from vllm_rollout.kernel.http.body import Body, check_json, of_table
-from vllm_rollout.kernel.http.protocol import OfParts
-from vllm_rollout.kernel.http.reward_body import RewardField
+from vllm_rollout.kernel.http.protocol import OfParts, RewardField
 from vllm_rollout.kernel.http.rewards import RewardValue
 from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS, ROWS
 from vllm_rollout.kernel.rules.rows import rows

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.http.reward_body import RewardOptions
+from vllm_rollout.kernel.http.protocol import RewardOptions
 from vllm_rollout.kernel.rules.fields import SelectionRule
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.terms_port import PartTerms, Pruning, pruning_of

@@ -22,17 +22,24 @@ import msgspec
 
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.config import MAX_OPEN_SESSIONS, REWARD_THRESHOLD
-from vllm_rollout.kernel.http.clients import client_namespace, client_session
+from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.reward_body import RewardOptions, options_of
+from vllm_rollout.kernel.http.protocol import RewardOptions
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.xargs import NAMES
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
-from vllm_rollout.parts.rewards.http.service import GradingService
-from vllm_rollout.parts.sessions.http.asked import TurnSaid, asked_terms, check_same, most_sessions, said_terms
+from vllm_rollout.parts.rewards.http.service import GradingService, options_of
+from vllm_rollout.parts.sessions.http.asked import (
+    TurnSaid,
+    asked_terms,
+    check_same,
+    client_session,
+    most_sessions,
+    said_terms,
+)
 from vllm_rollout.parts.sessions.http.body import (
     FinishAnswer,
     FinishRequest,
@@ -72,7 +79,7 @@ class SessionService:
 
     def __init__(
         self,
-        stop_turns: Callable[[Mapping[str, Sequence[int]]], Any],
+        stop_turns: Callable[[dict[str, list[int]]], Any],
         grading: GradingService,
         rewards: RewardDoor,
         metrics: Metrics,

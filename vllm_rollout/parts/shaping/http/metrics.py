@@ -8,6 +8,7 @@ from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import MetricMaker, PartMetrics
 from vllm_rollout.kernel.rules.types import RankCounts
+from vllm_rollout.parts.memories.http import KnownAdapters
 from vllm_rollout.parts.shaping.http.engine import ShapingPart
 from vllm_rollout.parts.shaping.rules.allocation import PromptAllocation
 
@@ -16,7 +17,7 @@ ALLOCATION_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 
 class ShapingMetrics(PartMetrics):
     def __init__(self, make: MetricMaker) -> None:
-        self.adapters = make.adapters
+        self.adapters = make.shared(KnownAdapters)
         self._allocated = make.histogram(
             "allocated_candidates", 'Candidates per prompt with redundancy "auto".', ALLOCATION_BUCKETS
         )

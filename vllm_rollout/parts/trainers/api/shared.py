@@ -19,8 +19,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_rollout.kernel.api.open_paths import has_key
 from vllm_rollout.kernel.http.admin import require_admin
+from vllm_rollout.kernel.http.clients import path_of
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.http.paths import path_of
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 

@@ -41,7 +41,7 @@ async def teach(
     service = LearningService(learning, lambda model: BASE_MODEL, Metrics(CollectorRegistry()), time.monotonic)
     request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
     door = RewardDoor()
-    door.takers.append(service)
+    door.takers.append(service.rewarded)
     answer = await door.post_named(request, client="")
     await learning.settled()
     return answer

@@ -13,9 +13,10 @@ from vllm_rollout.kernel.http.admin import require_admin
 from vllm_rollout.kernel.http.boundary import HeldBodies, RolloutRoute
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.http.errors import ERRORS, not_empty
+from vllm_rollout.kernel.http.errors import ERRORS
 from vllm_rollout.parts.pruning.http.engine import LearningPart
 from vllm_rollout.parts.pruning.http.routes import BYTES, BYTES_SCHEMA, PUT_ERRORS
+from vllm_rollout.parts.pruning.http.service import not_empty
 from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.parts.rounds.http.service import RunService
 

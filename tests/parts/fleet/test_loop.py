@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import WAIT_S, wait_until
-from vllm_rollout.kernel.client.blocking import LoopThread, _items
+from vllm_rollout.kernel.client.blocking import _items
+from vllm_rollout.parts.fleet.loop import LoopThread
 
 
 def test_an_interrupt_is_raised_once_what_it_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
