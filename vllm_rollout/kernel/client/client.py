@@ -16,11 +16,9 @@ import httpx
 
 from vllm_rollout.kernel.client import calls
 from vllm_rollout.kernel.client.blocking import Blocked, BlockingTransport, blocking, blocking_generator, finished
-from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, is_healthy
+from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, POLL_INTERVAL_S, is_healthy
 from vllm_rollout.kernel.client.methods import async_streamed, awaited
 from vllm_rollout.kernel.client.sender import Sender
-
-POLL_INTERVAL_S = 0.5
 
 
 class AsyncClient(Sender):

@@ -6,7 +6,7 @@ Invariant: a request is retried only if no answer came. Every failure is a Rollo
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import cache
 from http import HTTPStatus
 from types import UnionType
@@ -27,6 +27,7 @@ BACKOFF_S = 0.5
 """Seconds before the first retry. The wait doubles with each further retry."""
 HEALTH_TIMEOUT_S = 5.0
 """Longest wait for an answer of /health, in seconds."""
+POLL_INTERVAL_S = 0.5
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 """No limit of connections: a trainer may wait on hundreds of rollouts at once. The server queues them, not the client.
 """
@@ -220,11 +221,13 @@ class Connection:
         return self._backoff_s * 2.0**attempt
 
 
-@cache
-def adapter(form: Any) -> TypeAdapter[Any]:
-    """The parser of a form, which is made once. Members of a union differ by `type`."""
+def _made(form: Any) -> TypeAdapter[Any]:
     tagged: Any = Annotated[form, Discriminator("type")]
     return TypeAdapter(tagged if get_origin(form) is UnionType else form)
+
+
+adapter: Callable[[Any], TypeAdapter[Any]] = cache(_made)
+"""The parser of a form, which is made once. Members of a union differ by `type`."""
 
 
 def parse(form: TypeAdapter[Any], content: bytes) -> Any:

@@ -64,6 +64,10 @@ NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields}
 """Fields of a plan -> their names in the body."""
 
 
+def _why_unread(field: str) -> str:
+    return why_unread("plan", lambda part: field in part.fields)
+
+
 class RolloutService:
     """Runs rollouts on an engine."""
 
@@ -175,8 +179,7 @@ class RolloutService:
                     raise RequestError(f"{field}: {why_unread('fields', partial(is_, body))}", param=field)
         for field, asks in ASKS_A_PART.items():
             if asks(request) and not any(field in part.fields for part in self._parts):
-                reason = why_unread("plan", lambda part, field=field: field in part.fields)
-                raise RequestError(f"{field}: {reason}", param=field)
+                raise RequestError(f"{field}: {_why_unread(field)}", param=field)
 
     def part(self, kind: type[Kind]) -> Kind:
         """A part's object for all rollouts, by its class. Raises: LookupError if there is none."""
