@@ -116,7 +116,7 @@ SEED := $(shell date +%s)
 .PHONY: test-nightly
 test-nightly: install models
 	@echo "in the order and with the examples of this seed; to repeat them: make test-nightly SEED=$(SEED)"
-	VLLM_ROLLOUT_EXAMPLES=fresh $(PY) -m pytest -q -p randomly --randomly-seed=$(SEED) --hypothesis-seed=$(SEED) -m "not engine" tests
+	VLLM_ROLLOUT_EXAMPLES=fresh NUM_SCHEDULES=200 $(PY) -m pytest -q -p randomly --randomly-seed=$(SEED) --hypothesis-seed=$(SEED) -m "not engine" tests
 
 # Half of the time its processes are stopped. What fails here needs a fast machine.
 .PHONY: test-stalled

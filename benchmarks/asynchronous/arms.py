@@ -8,6 +8,8 @@ from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.feeds.rules.feed import FeedTerms, OnStale
 
 BATCH, GROUP_SIZE = 16, 8
+DETECTION_LENGTH = 32
+"""Sampled tokens after which pruning scores a candidate. They stand for 512 tokens, as in ARRoL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Arm:
     """Candidates that a race stopped are trained on, with reward 0."""
     most_different: bool = False
     """Train on GROUP_SIZE answers of each group, those whose rewards differ most. Source: PODS (arXiv 2504.13818)."""
+    prunes: bool = False
+    """A quality head stops half of the candidates after DETECTION_LENGTH tokens (ARRoL)."""
     in_rounds: bool = False
     """Tail batching (RollPacker). The plan is the rounds' own."""
     truncates: bool = False
@@ -61,6 +65,10 @@ def most_different(arm: Arm) -> Arm:
     return replace(arm, title=f"{arm.title}, most different 8 of 16", plan=GroupPlan(16), most_different=True)
 
 
+def pruned(arm: Arm, title: str) -> Arm:
+    return replace(arm, title=title, plan=replace(race(16), early_stop=False), prunes=True)
+
+
 ARMS = {
     "wait": WAIT,
     "race": Arm("race 8 of 16", race(16)),
@@ -86,6 +94,8 @@ ARMS = {
     "dual": Arm("7 first and the longest of 16", DUAL_END),
     "different": most_different(replace(WAIT, title="wait")),
     "stale2-different": most_different(STALE[2]),
+    "pruned": pruned(WAIT, "half of 16 pruned"),
+    "stale2-pruned": pruned(STALE[2], "staleness 2, half of 16 pruned"),
     "off-race12": raced(OFF, 12),
     "off-race-taught": taught(raced(OFF, 16)),
     "stale1-race16-taught": taught(raced(STALE[1], 16)),

@@ -127,6 +127,9 @@ class NoPolicy:
     def reward(self, problem: Problem, answer: Answer) -> float:
         return float(answer.name.index % 2)
 
+    def prune(self, rollouts: Any, names: Sequence[Name], at_least: int) -> list[Name]:
+        return list(names[max(at_least, (len(names) + 1) // 2) :])
+
     def learn(self, groups: Sequence[Graded], *, truncates: bool) -> Mapping[str, Any]:
         return {}
 

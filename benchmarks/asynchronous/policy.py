@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.asynchronous.sampler import Answer, Asked, Sampler, Weights
+from benchmarks.asynchronous.pruned import Pruner
+from benchmarks.asynchronous.sampler import Answer, Asked, Name, Sampler, Weights
 from benchmarks.asynchronous.train import Graded
 from examples.grpo.loss import ALGORITHMS, CORRECTIONS, Update
 from examples.grpo.model import load, prompt_ids
@@ -31,6 +32,7 @@ class Policy:
         self.seed, self.lr, self.num_updates = seed, lr, 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.trainer = StreamTrainer(self.model.parameters(), self.optimizer, max_norm=CLIP_NORM)
+        self.pruner = Pruner(self.model.config.hidden_size, seed)
         self.held_out = problems("chain", "held-out", NUM_HELD_OUT)
 
     def sampler(self, seed: int) -> Sampler:
@@ -46,6 +48,9 @@ class Policy:
     def give_weights(self, rollouts: Sampler, *, recompute: bool) -> None:
         rollouts.load(Weights(self.model), recompute=recompute)
 
+    def prune(self, rollouts: Sampler, names: Sequence[Name], at_least: int) -> list[Name]:
+        return self.pruner.prune(names, rollouts.states(names), at_least)
+
     def learn(self, groups: Sequence[Graded], *, truncates: bool = False) -> dict[str, Any]:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.lr * min(1, (self.num_updates + 1) / WARMUP_STEPS)
@@ -53,6 +58,7 @@ class Policy:
         update.add([answer_of(group) for group in groups])
         result = update.finish()
         self.num_updates += 1
+        self.pruner.learn(groups)
         return {
             "teaching": sum(len(set(group.rewards)) > 1 for group in groups),
             "gradient_norm": result.gradient_norm if result else 0.0,

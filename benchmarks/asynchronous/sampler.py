@@ -134,7 +134,8 @@ class Wave:
         self.prompts, self.pads = ids.repeat_interleave(counts, 0), pads.repeat_interleave(counts)
         self.tokens = torch.zeros(len(self.names), MAX_TOKENS, dtype=torch.long)
         self.logprobs = torch.zeros(len(self.names), MAX_TOKENS)
-        self.last = self.prompts[:, -1]
+        self.last, self.hidden = self.prompts[:, -1], torch.zeros(len(self.names), weights.embedding.shape[1])
+        """Token of each row that was sampled last, and the hidden state that it was sampled from."""
         self.kv = weights.kv(ids[:, :-1], pads).repeat_interleave(counts, 2)
 
     @property
@@ -169,8 +170,8 @@ class Wave:
         padded = (columns < self.pads[:, None]).repeat_interleave(num_heads, 0)[:, None]
         return torch.zeros(padded.shape).masked_fill_(padded, -torch.inf)
 
-    def add(self, tokens: Tensor, logprobs: Tensor, version: int) -> None:
-        place = len(self.versions)
+    def add(self, tokens: Tensor, logprobs: Tensor, hidden: Tensor, version: int) -> None:
+        place, self.hidden = len(self.versions), hidden
         self.tokens[:, place], self.logprobs[:, place], self.last = tokens, logprobs, tokens
         self.versions.append(version)
 
@@ -190,8 +191,8 @@ class Wave:
     def _shrink(self) -> None:
         rows = [row for row, name in enumerate(self.names) if name is not None]
         self.names, kept = [self.names[row] for row in rows], torch.tensor(rows, dtype=torch.long)
-        self.prompts, self.pads, self.tokens, self.logprobs, self.last = (
-            each[kept] for each in (self.prompts, self.pads, self.tokens, self.logprobs, self.last)
+        self.prompts, self.pads, self.tokens, self.logprobs, self.last, self.hidden = (
+            each[kept] for each in (self.prompts, self.pads, self.tokens, self.logprobs, self.last, self.hidden)
         )
         self.kv = self.kv[:, :, kept]
 
@@ -233,8 +234,9 @@ class Sampler:
         found = found.gather(1, tokens[:, None])[:, 0]
         sizes = [len(wave.names) for wave in self.waves]
         ended = list[Answer]()
-        for wave, ids, logprobs in zip(self.waves, tokens.split(sizes), found.split(sizes), strict=True):
-            wave.add(ids, logprobs, self.version)
+        pieces = (each.split(sizes) for each in (tokens, found, hidden))
+        for wave, ids, logprobs, states in zip(self.waves, *pieces, strict=True):
+            wave.add(ids, logprobs, states, self.version)
             cut = len(wave.versions) == MAX_TOKENS
             for row in range(len(ids)) if cut else (ids == EOS).nonzero()[:, 0].tolist():
                 if wave.names[row] is not None:
@@ -248,6 +250,11 @@ class Sampler:
         stopped = [wave.leave(row) for wave, row in places]
         self._tidy()
         return stopped
+
+    def states(self, names: Sequence[Name]) -> Tensor:
+        """Hidden states from which the last tokens of these running answers were sampled: [names, hidden_size]."""
+        found = {name: wave.hidden[row] for wave in self.waves for row, name in enumerate(wave.names) if name in names}
+        return torch.stack([found[name] for name in names])
 
     def _tidy(self) -> None:
         self.waves = [wave for wave in self.waves if wave.num_running]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
-from benchmarks.asynchronous.arms import BATCH, GROUP_SIZE, Arm
+from benchmarks.asynchronous.arms import BATCH, DETECTION_LENGTH, GROUP_SIZE, Arm
 from benchmarks.asynchronous.clock import SLOTS, Clock
 from benchmarks.asynchronous.rounds import Rounds
 from benchmarks.asynchronous.sampler import Answer, Asked, Name
@@ -46,6 +46,9 @@ class Learner(Protocol):
         """The problem of a group, and the ids of its prompt."""
 
     def reward(self, problem: Problem, answer: Answer) -> float: ...
+    def prune(self, rollouts: Any, names: Sequence[Name], at_least: int) -> list[Name]:
+        """Score the running candidates of a group. Returns those to stop, so that at least so many are left."""
+
     def learn(self, groups: Sequence[Graded], *, truncates: bool) -> Mapping[str, Any]:
         """Make one update. Returns values for the record."""
 
@@ -200,6 +203,8 @@ class Training:
         stopped = [Name(number, index) for number in changed for index in self.groups[number].rules.settle().stop]
         if self.arm.plan.patience is not None:
             stopped += [Name(number, index) for number in self.feed.running for index in self._too_long(number)]
+        if self.arm.prunes:
+            stopped += [name for number in self.feed.running for name in self._prune(number)]
         for answer in self.rollouts.stop(stopped) if stopped else ():
             self.groups[answer.name.group].stopped.append(answer)
             changed.add(answer.name.group)
@@ -224,6 +229,16 @@ class Training:
     def _too_long(self, number: int) -> list[int]:
         group = self.groups[number]
         return group.rules.too_long(dict.fromkeys(group.rules.running, self.num_steps - group.started))
+
+    def _prune(self, number: int) -> list[Name]:
+        """Prune a group whose candidates have DETECTION_LENGTH tokens."""
+        group = self.groups[number]
+        names = [Name(number, index) for index in group.rules.running]
+        if self.num_steps - group.started != DETECTION_LENGTH or not names:
+            return []
+        pruned = self.learner.prune(self.rollouts, names, max(0, GROUP_SIZE - group.rules.num_finished))
+        group.rules.rule_out([name.index for name in pruned], "pruned")
+        return [*pruned, *(Name(number, index) for index in group.rules.settle().stop)]
 
     def _learn(self, batch: Batch) -> dict[str, Any]:
         values = self.learner.learn(batch.groups, truncates=self.arm.truncates)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from benchmarks.asynchronous import check, pilot, policy, report
-from benchmarks.asynchronous.arms import ARMS, BATCH, GROUP_SIZE
+from benchmarks.asynchronous.arms import ARMS, BATCH, DETECTION_LENGTH, GROUP_SIZE
 from benchmarks.asynchronous.clock import SLOTS, WORLDS, Clock
 from benchmarks.asynchronous.pilot import NUM_PROMPT, Lengths, NoPolicy, clock_of, drawn, plan_of, updates_s
+from benchmarks.asynchronous.pruned import Pruner
 from benchmarks.asynchronous.run import is_done, train, train_all
 from benchmarks.asynchronous.sampler import Answer, Asked, Name, Sampler, Weights
-from benchmarks.asynchronous.train import MOMENTS, Training, most_different
+from benchmarks.asynchronous.train import MOMENTS, Graded, Training, most_different
 from examples.grpo.model import answer_logprobs, new_model, new_tokenizer, save
 from vllm_rollout.parts.feeds.rules.feed import Feed
 
@@ -102,6 +103,51 @@ def test_weights_change_between_two_tokens(models, recompute):
         old, new = (model_logprobs(model, PROMPTS[answer.name.group], answer) for model in models)
         assert answer.logprobs[:8] == pytest.approx(old[:8], abs=1e-4)
         assert (answer.logprobs[8:] == pytest.approx(new[8:], abs=1e-4)) is recompute
+
+
+def test_states_are_those_of_the_last_tokens(models):
+    sampler = Sampler(Weights(models[0]), seed=0)
+    sampler.launch([Asked(group, ids, 4) for group, ids in enumerate(PROMPTS)])
+    for _ in range(6):
+        sampler.step()
+    names = [Name(2, 1), Name(0, 3), Name(1, 0)]
+    sampler.stop([Name(group, index) for group in range(3) for index in range(4) if (group, index) not in names])
+    logprobs = sampler.weights.logprobs(sampler.states(names))
+    answers = {answer.name: answer for answer in sampler.stop(names)}
+    for name, its in zip(names, logprobs, strict=True):
+        assert its[answers[name].token_ids[-1]].item() == pytest.approx(answers[name].logprobs[-1], abs=1e-5)
+
+
+def test_pruning_learns_which_candidates_are_right():
+    pruner, chance = Pruner(4, seed=0), torch.Generator().manual_seed(0)
+    kept, right_kept = 0, 0
+    for number in range(80):
+        names = [Name(number, index) for index in range(16)]
+        right = torch.arange(16) % 4 == 0
+        states = torch.randn(16, 4, generator=chance) + 4 * right[:, None]
+        stopped = pruner.prune(names, states, at_least=6)
+        assert number > 0 or not stopped  # it has no rewards
+        assert len(stopped) <= 10
+        left = [name for name in names if name not in stopped]
+        answers, rewards = [Answer(name, [5] * 40, [], [0]) for name in left], [float(right[n.index]) for n in left]
+        if number >= 60:
+            kept, right_kept = kept + len(left), right_kept + sum(rewards)
+        pruner.learn([Graded(None, [], answers, rewards, [])])
+        assert not pruner.scored
+    assert kept == pytest.approx(20 * 8, rel=0.15)  # half
+    assert right_kept > 0.9 * 20 * 4
+
+
+@pytest.mark.parametrize("name", ["pruned", "stale2-pruned"])
+def test_half_of_a_group_is_pruned_at_the_detection_length(name):
+    training, _ = replayed(name)
+    groups = [group for group in training.groups.values() if training.num_steps - group.started > DETECTION_LENGTH]
+    assert groups
+    for group in groups:
+        states = [group.rules.state(index) for index in group.rules.indices]
+        num_long = 16 - sum(len(answer.token_ids) <= DETECTION_LENGTH for answer in group.answers.values())
+        assert states.count("pruned") == min(num_long // 2, num_long - max(0, GROUP_SIZE - 16 + num_long))
+        assert {len(answer.token_ids) for answer in group.stopped} <= {DETECTION_LENGTH}
 
 
 def test_the_pilot_sets_the_share_of_training():
@@ -216,8 +262,9 @@ def small(tmp_path, monkeypatch):
     return str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("name", ["race-taught", "off", "stale2-recompute"])
-def test_a_run_learns_and_is_reported(small, tmp_path, name):
+@pytest.mark.parametrize("name", ["race-taught", "off", "stale2-recompute", "pruned"])
+def test_a_run_learns_and_is_reported(small, tmp_path, monkeypatch, name):
+    monkeypatch.setattr("benchmarks.asynchronous.train.DETECTION_LENGTH", 4)
     arm, world = ARMS[name], tmp_path / "quarter"
     world.mkdir()
     last = train(arm, clock_at(name), 20.0, small, 3, world / f"{name}-3.jsonl")

@@ -34,7 +34,7 @@ from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 ALLOWED = (10, 11, 12)
 NUM_DRAWN = 4
-NUM_DRAWS = 2048
+NUM_DRAWS = 1024
 PROMPT = [3, 4, 10, 6, 7]
 KINDS: dict[str, dict[str, Any]] = {
     "temperature 1": {},

@@ -1,7 +1,4 @@
-"""Rollouts with scores and rewards on an engine of `vllm_rollout.LLM`, as JSON: `other_models.py SETTINGS MODEL`.
-
-SETTINGS: keyword arguments of the engine, as JSON.
-"""
+"""Rollouts with scores and rewards on an engine of `vllm_rollout.LLM`, as JSON: `other_models.py MODEL`."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ def length(text: str, data: dict[str, Any]) -> float:
     return float(len(text))
 
 
-def main(settings: dict[str, Any], model: str) -> dict[str, Any]:
-    llm = vllm_rollout.LLM(model, rewards={"length": length}, **SETTINGS, **settings)
+def main(model: str) -> dict[str, Any]:
+    llm = vllm_rollout.LLM(model, rewards={"length": length}, **SETTINGS)
 
     def roll_out(**sampling: Any) -> Any:
         return llm.rollout(
@@ -52,4 +49,4 @@ def main(settings: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("RESULT " + json.dumps(main(json.loads(sys.argv[1]), sys.argv[2])))
+    print("RESULT " + json.dumps(main(sys.argv[1])))

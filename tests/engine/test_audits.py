@@ -25,12 +25,12 @@ DEVICE = {
 """Twice as long is a third as likely to be right, about what 0.5 in log length makes of wrong answers."""
 SETTINGS = Settings.model_validate(DEVICE)
 GROUP_SIZE, REDUNDANCY = 8, 8
-NUM_GROUPS = 960
+NUM_GROUPS = 480
 GROUPS_PER_ROLLOUT = 96
 AUDIT_RATIO = 0.5
-"""480 groups give some 3,700 labels, which count as 2,900 by their age: the audited rate is known to 0.009."""
+"""240 groups give some 1,850 labels: the audited rate is known to 0.012."""
 TOLERANCE = 0.06
-"""Six such errors: which completions are audited follows from the order in which they come. Races are off by 0.13."""
+"""Five such errors: which completions are audited follows from the order in which they come. Races are off by 0.13."""
 XARGS = {
     "rollout_redundancy": REDUNDANCY,
     "rollout_pruning_mode": "shadow",
@@ -115,10 +115,10 @@ def test_what_races_teach_is_too_good(server: Server) -> None:
 def test_with_audits_the_report_says_what_is_true(server: Server, learn: Any, detection_length: int) -> None:
     counted = server.counter("vllm_rollout:audit_groups_total")
     learn(server, detection_length, AUDIT_RATIO)
-    assert server.counter("vllm_rollout:audit_groups_total") - counted == pytest.approx(NUM_GROUPS / 2, abs=60)
+    assert server.counter("vllm_rollout:audit_groups_total") - counted == pytest.approx(NUM_GROUPS / 2, abs=45)
     found = report(server, detection_length)
     true = true_rate(detection_length)
     assert found["audit"]["raced_positive_ratio"] > true + 0.08, found
     assert found["audit"]["positive_ratio"] == pytest.approx(true, abs=TOLERANCE), found
-    assert found["shadow"]["num_scored"] > 3000, "what was learned cold is not in it"
+    assert found["shadow"]["num_scored"] > 1400, "what was learned cold is not in it"
     assert found["shadow"]["positive_ratio"] == pytest.approx(true, abs=TOLERANCE), found

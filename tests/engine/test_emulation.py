@@ -401,7 +401,7 @@ def test_the_tail_goes_on_on_one_rank(ranks: Emulated, field: str) -> None:
         assert (len(answer["freed"]["ranks"]), answer["freed"]["num_moved"]) == (1, num)
 
 
-NUM_RANDOM_MOVES = 100
+NUM_RANDOM_MOVES = 40
 
 
 def test_moves_at_random_lose_no_token_and_say_none_twice(ranks: Emulated) -> None:

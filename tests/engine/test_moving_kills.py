@@ -22,16 +22,9 @@ NUM_READERS = 4
 NUM_RANKS = 3
 
 
-@pytest.fixture(params=[1, 2], ids=["one-api-server", "two-api-servers"])
-def server(request: pytest.FixtureRequest, tiny_model: str, tmp_path: Path) -> Iterator[Server]:
-    flags = (
-        "--max-model-len",
-        "4096",
-        "--data-parallel-size",
-        str(NUM_RANKS),
-        "--api-server-count",
-        str(request.param),
-    )
+@pytest.fixture
+def server(tiny_model: str, tmp_path: Path) -> Iterator[Server]:
+    flags = ("--max-model-len", "4096", "--data-parallel-size", str(NUM_RANKS), "--api-server-count", "2")
     command = serve_command(tiny_model, *flags, *emulating(tmp_path, DEVICE))
     with Server(command, tmp_path / "server.log") as server:
         yield server

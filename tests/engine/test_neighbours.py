@@ -35,22 +35,21 @@ FLAGS = [
 Body = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["plain", "drafts", "lora"])
+@pytest.fixture(scope="module", params=["drafts", "lora"])
 def crowd(
     request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server that goes by priorities, one with drafts from memory and two API processes, one with LoRA adapters."""
+    """A server with drafts from memory and two API processes, and one with LoRA adapters that goes by priorities."""
     folder = tmp_path_factory.mktemp("crowd")
     flags = {
-        "plain": ["--scheduling-policy", "priority"],
         "drafts": ["--enable-rollout-drafts", "--api-server-count", "2"],
-        "lora": ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"],
+        "lora": ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--scheduling-policy", "priority"],
     }[request.param]
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if request.param == "lora":
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     with Server(serve_command(tiny_model, *FLAGS, *flags), folder / "log", **environment) as server:
-        server.goes_by_priority = request.param == "plain"
+        server.goes_by_priority = request.param == "lora"
         if request.param == "lora":
             server.adapters = [str(mild_adapter(tiny_model, folder / name, seed)) for seed, name in enumerate("abc")]
         yield server
@@ -175,13 +174,11 @@ def test_groups_and_other_requests_of_every_kind_leave_each_other_alone(crowd: S
     crowd.wait_until_idle()
 
 
-@pytest.fixture(scope="module", params=["--no-enable-rollout-drafts", "--enable-rollout-drafts"])
-def faulty(
-    request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def faulty(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose code of ours raises by chance, in its engine core and its worker."""
     log = tmp_path_factory.mktemp("faulty") / "log"
-    command = serve_command(tiny_model, *FLAGS, request.param)
+    command = serve_command(tiny_model, *FLAGS, "--enable-rollout-drafts")
     with Server(command, log, PLANTED_ERRORS="40", PYTHONPATH=python_path(HERE / "planted_errors")) as server:
         yield server
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,6 +63,17 @@ def complete(server: Server) -> dict[str, Any]:
     return server.http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]
 
 
+def assert_two_workers_score_and_follow_a_grammar(server: Server) -> None:
+    (group,) = server.rollout(
+        prompts=[{"prompt": "hi"}], group_size=2, redundancy=2, pruning={"detection_length": 4, "mode": "shadow"},
+        sampling_params={"max_tokens": 40, "structured_outputs": {"regex": "[ab]{3,8}"}},
+    )["groups"]  # fmt: skip
+    assert [candidate["state"] for candidate in group["candidates"]] == ["surplus"] * 2
+    for trajectory in group["trajectories"]:
+        assert trajectory["mean_confidence"] is not None
+        assert re.fullmatch("[ab]{3,8}", trajectory["text"])
+
+
 def test_rounds_that_preempt_get_a_larger_engine_and_quiet_ones_a_smaller(resizable: Server) -> None:
     server = resizable
     server.http.post("/update_weight_version", json={"new_version": "step-7"}).raise_for_status()
@@ -95,6 +107,7 @@ def test_rounds_that_preempt_get_a_larger_engine_and_quiet_ones_a_smaller(resiza
         assert group.result().json().get("weight_version") == "step-8", group.result().text
     assert now(server)["tensor_parallel_size"] == 2
     assert server.http.get("/get_world_size").json() == {"world_size": 2}
+    assert_two_workers_score_and_follow_a_grammar(server)
 
     for number in range(QUIET_ROUNDS):
         play(server, run, first=NUM_PROMPTS * (number + 1), sampling_params=ROOMY)

@@ -86,7 +86,7 @@ def drained_on_its_way(server: Server, body: dict[str, Any]) -> tuple[int, dict[
 
 
 def test_a_group_moves_to_the_other_host_and_says_what_it_would_have_said(server: Server) -> None:
-    sampling = {"seed": 5, "max_tokens": 2000, "ignore_eos": True}
+    sampling = {"seed": 5, "max_tokens": 1000, "ignore_eos": True}
     body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 3, "sampling_params": sampling}
     unmoved = server.rollout(**body)
     for _ in range(NUM_TRIES):

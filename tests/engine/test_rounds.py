@@ -34,7 +34,6 @@ def forgetting(server: Server) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(("name", "fields"), [
-    ("plain", {}),
     ("auto", {"redundancy": "auto"}),
     ("dual", {"redundancy": 2, "selection": {"dual_end": {"num_longest": 1, "patience": 1.5}}}),
     ("pruned", {"redundancy": 2, "pruning": {"detection_length": 4, "min_labels": 1}}),

@@ -1,4 +1,4 @@
-"""Half a minute of the soak: all kinds of clients at once, on a server of their own."""
+"""A part of the soak: all kinds of clients at once, on a server of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from benchmarks.soak.clients import KINDS
 from benchmarks.soak.run import MAX_GROWTH_MIB, NUM_CLIENTS, soak
 
-SECONDS = 30.0
+SECONDS = 20.0
 
 
 def test_no_client_hurts_another(tmp_path: Path) -> None:

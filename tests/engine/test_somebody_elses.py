@@ -34,13 +34,6 @@ def test_requests_with_n_and_equal_prompts_in_a_row_are_raced_and_come_back_as_t
 
 
 @pytest.mark.thorough
-def test_without_the_variable_nothing_changes(tiny_model: str):
-    result = run_script("somebody_elses.py", "llm", tiny_model)
-    assert (result["module"], result["max_num_seqs"]) == ("vllm.entrypoints.llm", 16)
-    assert result["with_n"]["num_ended"] == 8
-
-
-@pytest.mark.thorough
 def test_an_async_engine_that_was_imported_before_is_ours_too(tiny_model: str):
     result = run_script("somebody_elses.py", "async", tiny_model, **ASKED)
     assert result["module"] == "vllm_rollout.parts.in_process.api.async_llm"

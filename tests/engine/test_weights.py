@@ -190,12 +190,10 @@ def test_turns_of_a_session_say_which_weights_they_are_of(changing: Server, fold
     assert trajectory["off_policy"] is True
 
 
-NUM_UPDATES = 20
+NUM_UPDATES = 12
 
 
-def test_twenty_updates_under_load_lose_nothing_and_say_whose_each_token_is(
-    changing: Server, folders: list[str]
-) -> None:
+def test_updates_under_load_lose_nothing_and_say_whose_each_token_is(changing: Server, folders: list[str]) -> None:
     """Rollouts, sessions, raced and plain requests, and a client that leaves. Each update keeps KV, or has it computed
     again, with a pause or without; the same weights come twice, and older ones again."""
     chance = random.Random(int(os.environ.get("NIGHTLY_SEED", 20)))
@@ -287,5 +285,5 @@ def test_twenty_updates_under_load_lose_nothing_and_say_whose_each_token_is(
                 folder = folders[int(version[0])]
                 assert worst(folder, prompt, trajectory, span["end"], span["start"]) < TOLERANCE, (span, spans)
                 num_recomputed += span is not spans[0]
-    assert num_changes > 10
+    assert num_changes > 5
     assert num_recomputed > 0

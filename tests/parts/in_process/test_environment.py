@@ -20,6 +20,7 @@ from vllm_rollout.parts.emulation import options as emulation
 from vllm_rollout.parts.in_process.api import environment
 from vllm_rollout.parts.in_process.api.environment import Wanted, created, taken_over, too_little_memory
 from vllm_rollout.parts.in_process.api.runs import rows_of, runs_of, with_spares
+from vllm_rollout.parts.in_process.plugin import take_engines
 
 ASKED = {"VLLM_ROLLOUT": "scheduler,worker"}
 SAMPLED = SamplingParams(temperature=1.0)
@@ -46,6 +47,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_what_the_environment_cannot_mean_is_named(more, said):
     with pytest.raises(ValueError, match=said):
         Wanted.of(ASKED | more)
+
+
+def test_without_the_variable_an_engine_stays_as_it_was_asked_for(monkeypatch):
+    monkeypatch.delenv("VLLM_ROLLOUT", raising=False)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda engine_args: engine_args)
+    take_engines(False)
+    theirs = EngineArgs(model="any", max_num_seqs=20)
+    assert theirs.create_engine_config() is theirs
+    assert (theirs.scheduler_cls, theirs.max_num_seqs) == (EngineArgs.scheduler_cls, 20)
 
 
 def test_an_engine_has_our_classes_and_places_for_spare_candidates(asked, tiny_model):

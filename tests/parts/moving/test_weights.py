@@ -29,7 +29,7 @@ from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_see
 from vllm_rollout.parts.moving.core.moving import salt_to_move
 
 BLOCK_SIZE = 16
-NUM_SCHEDULES = int(os.environ.get("NUM_SCHEDULES", 100))
+NUM_SCHEDULES = int(os.environ.get("NUM_SCHEDULES", 40))
 SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 20 else ()) for seed in range(NUM_SCHEDULES)]
 """In each loop. 5,000 take a quarter of an hour."""
 

@@ -97,14 +97,15 @@ def fenced(program):
 
 
 def graded(*answers, data=TESTS, attacks=(), **options):
-    """Grades of attacks, then grades of answers."""
+    """Grades of attacks, then grades of answers. `data`: of all, or a list with that of each."""
 
     async def all_of_them():
         async with Grader({"code": "code"}, num_processes=2, limits=LIMITS) as grader:
             limits = [ATTACK_S] * len(attacks) + [None] * len(answers)
+            each_data = data if isinstance(data, list) else [data] * len(limits)
             jobs = (
-                grader.grade("code", Trajectory("double it", answer, data), timeout_s=limit, **options)
-                for answer, limit in zip([*attacks, *answers], limits, strict=True)
+                grader.grade("code", Trajectory("double it", answer, its), timeout_s=limit, **options)
+                for answer, its, limit in zip([*attacks, *answers], each_data, limits, strict=True)
             )
             return await asyncio.gather(*jobs)
 
@@ -131,26 +132,29 @@ def said(grade):
     return grade.status, grade.reward
 
 
-@pytest.mark.parametrize(
-    ("program", "test", "reward"),
-    [
-        ("def f(x): return {x: (True, None, 'a\\nb')}", "assert f(3) == {3: (1, None, 'a\\nb')}", 1),
-        ("def f(x): return 6.0", "assert f(3) == 6, 'it is not 6'\nassert f(0) == 6", 1),
-        ("def f(x): return 6 if x else 7", "assert f(3) == 6, 'it is not 6'\nassert f(0) == 6", 0),
-        ("from collections import *\ndef f(x): return Counter([x]), {x}", "assert f(3) == ({3: 1}, {3})", 1),
-        ("def f(x): return frozenset()", "assert f(3) == set()", 1),
-        ("def f(x): return float('inf')", "import math\nassert f(3) == math.inf", 1),
-        ("def f(x): return f", "assert f(3) == 6", 0),
-        (RIGHT, "assert f(3) > 5 and f(3) != 7", 1),
-        (RIGHT, "def check(g): assert g(3) == 6\ncheck(f)", 1),
-        (RIGHT, "assert f(3) ==", 0),
-        *((DATACLASS, test, 1) for test in ("assert f(3) == 6", "assert f(3) > 5")),
-        *((SAYS_ERRORS, test, 1) for test in ("assert f(3) == 6", "assert f(3) > 5", {"input": "4", "output": "8"})),
-    ],
-)
-def test_tests_mean_what_they_mean_in_python(program, test, reward):
-    (grade,) = graded(fenced(program), data={"tests": [test]})
-    assert said(grade) == ("ok", reward)
+MEANINGS = [
+    ("def f(x): return {x: (True, None, 'a\\nb')}", "assert f(3) == {3: (1, None, 'a\\nb')}", 1),
+    ("def f(x): return 6.0", "assert f(3) == 6, 'it is not 6'\nassert f(0) == 6", 1),
+    ("def f(x): return 6 if x else 7", "assert f(3) == 6, 'it is not 6'\nassert f(0) == 6", 0),
+    ("from collections import *\ndef f(x): return Counter([x]), {x}", "assert f(3) == ({3: 1}, {3})", 1),
+    ("def f(x): return frozenset()", "assert f(3) == set()", 1),
+    ("def f(x): return float('inf')", "import math\nassert f(3) == math.inf", 1),
+    ("def f(x): return f", "assert f(3) == 6", 0),
+    (RIGHT, "assert f(3) > 5 and f(3) != 7", 1),
+    (RIGHT, "def check(g): assert g(3) == 6\ncheck(f)", 1),
+    (RIGHT, "assert f(3) ==", 0),
+    *((DATACLASS, test, 1) for test in ("assert f(3) == 6", "assert f(3) > 5")),
+    *((SAYS_ERRORS, test, 1) for test in ("assert f(3) == 6", "assert f(3) > 5", {"input": "4", "output": "8"})),
+]
+"""A program, a test and the reward."""
+
+
+def test_tests_mean_what_they_mean_in_python():
+    grades = graded(
+        *(fenced(program) for program, _, _ in MEANINGS), data=[{"tests": [test]} for _, test, _ in MEANINGS]
+    )
+    found = [(program, test, said(grade)) for (program, test, _), grade in zip(MEANINGS, grades, strict=True)]
+    assert found == [(program, test, ("ok", reward)) for program, test, reward in MEANINGS]
 
 
 REACHES = {
