@@ -12,7 +12,6 @@ from statistics import median, pstdev
 from typing import get_args
 
 from vllm_rollout.config import MAX_REWARD, REWARD_THRESHOLD
-from vllm_rollout.kernel.rules.rewards import summarize
 from vllm_rollout.parts.page.recording.rows import RewardRow, RolloutRow
 from vllm_rollout.parts.page.recording.session_rows import STOPPED_STATES, SessionGroupRow
 from vllm_rollout.parts.page.watching.receipt import told_of
@@ -89,7 +88,7 @@ def _of_rewards(by_group: Sequence[Sequence[float | None]], threshold: float) ->
         yield "rewards/mean", math.fsum(rewards) / len(rewards)
         yield "rewards/std", pstdev(rewards)
         yield "rewards/success", sum(reward > threshold for reward in rewards) / len(rewards)
-        graded = [summarize(group).teaches for group in groups if group]
+        graded = [len(set(group)) > 1 for group in groups if group]  # rewards that are all equal teach nothing
         yield "rewards/groups_that_teach", sum(graded) / len(graded)
 
 
