@@ -1,8 +1,10 @@
 """The runner mixins on runners without a model: what they show the tracker, and what comes with the step's output."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -247,6 +249,49 @@ def test_observing_changes_the_class_of_runner_and_sampler_but_not_what_they_are
     assert isinstance(runner, RunnerV2)
     assert isinstance(sampler, Sampler)
     assert type(runner).__name__ == "RolloutRunnerV2"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_values_on_a_device_are_copied_beside_the_next_step(new_runner, monkeypatch, asynchronous):
+    heard: list[str] = []
+    current = ["the step's stream"]
+
+    class Stream:
+        def wait_stream(self, other: str) -> None:
+            heard.append(f"waits for {other}")
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            heard.append(f"copied on {current[-1]}")
+
+        def record(self) -> None:
+            heard.append("recorded")
+
+        def synchronize(self) -> None:
+            heard.append("waited for")
+
+    @contextmanager
+    def entered(stream: Any) -> Iterator[None]:
+        current.append("its own stream")
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(StepValues, "on_host", False)
+    runner = new_runner(asynchronous=asynchronous)
+    runner.async_output_copy_stream = runner.output_copy_stream = Stream()
+    rows, new = [Row("a", 3, 3)], (new_request("a", 3),)
+    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
+    output = runner.sample_tokens()
+    copied = ["copied on the step's stream"]
+    if asynchronous:
+        copied = ["waits for the step's stream", "copied on its own stream"]
+        assert heard == [*copied, "recorded"], "nobody waits before the output is read"
+        output = output.get_output()
+    assert heard == [*copied, "recorded", "waited for"]
+    assert np.isfinite(output.__dict__[REPORT_ATTRIBUTE].confidence).all()
 
 
 def test_a_report_comes_with_the_output(new_runner):
