@@ -49,11 +49,11 @@ def test_what_the_environment_cannot_mean_is_named(more, said):
         Wanted.of(ASKED | more)
 
 
-def test_without_the_variable_an_engine_stays_as_it_was_asked_for(monkeypatch):
+def test_without_the_variable_an_engine_stays_as_it_was_asked_for(monkeypatch, tiny_model):
     monkeypatch.delenv("VLLM_ROLLOUT", raising=False)
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda engine_args: engine_args)
     take_engines(False)
-    theirs = EngineArgs(model="any", max_num_seqs=20)
+    theirs = EngineArgs(model=tiny_model, max_num_seqs=20)
     assert theirs.create_engine_config() is theirs
     assert (theirs.scheduler_cls, theirs.max_num_seqs) == (EngineArgs.scheduler_cls, 20)
 
