@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import httpx
 import pytest
@@ -26,10 +27,11 @@ from vllm_rollout.kernel.http.answers import (
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.parts.moving.http.engine import Drained
 from vllm_rollout.parts.moving.http.plan import MovingRollout
 from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
 from vllm_rollout.parts.moving.rules.load import ArrivedKV, TransferCost
-from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS
+from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown
 
 
@@ -123,15 +125,46 @@ class PlannedMoves(FakeMoves):
         await super().restore(rank, owner)
 
 
-async def scaled_down(moves: PlannedMoves) -> ScaleDownWatch:
+async def scaled_down(moves: PlannedMoves, told: asyncio.Queue[RanksFreeEvent] | None = None) -> ScaleDownWatch:
     """A rollout that has got its ranks, or not."""
     watch = ScaleDownWatch(moves, "rollout", 4, time.monotonic)
-    told: asyncio.Queue[RanksFreeEvent] = asyncio.Queue()
+    told = told or asyncio.Queue()
     watch.begin(told.put)
     watch.candidate_ended()
     for _ in range(50):
         await asyncio.sleep(0)
     return watch
+
+
+class LeftMoves(PlannedMoves):
+    """Work stays on some ranks, and others take groups again."""
+
+    results: Mapping[int, tuple[bool, int]]
+    """Whether a rank is held, and its requests, when it was drained."""
+
+    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
+        await super().drain(rank, timeout_s, owner)
+        is_held, num_left = self.results[rank]
+        return Drained(is_held, 0, num_left, {}, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("results", "free"),
+    [
+        ({2: (True, 8), 3: (True, 0)}, [3]),
+        ({2: (True, 0), 3: (False, 0)}, [2]),
+        ({2: (True, 8), 3: (False, 8)}, None),
+    ],
+)
+async def test_only_ranks_that_are_empty_and_stay_so_are_free(results, free):
+    moves = LeftMoves(FakeEngine(num_ranks=4))
+    moves.results = results
+    told: asyncio.Queue[RanksFreeEvent] = asyncio.Queue()
+    watch = await scaled_down(moves, told)
+    assert moves.held == set(free or ())
+    assert ([] if told.empty() else told.get_nowait().ranks) == (free or [])
+    await watch.end()
+    assert moves.held == set()
 
 
 async def test_a_rollout_that_cannot_free_all_it_wanted_frees_none():
