@@ -58,8 +58,8 @@ async def said_all(cluster: Cluster) -> None:
 def assert_nothing_held(cluster: Cluster) -> None:
     for core in cluster.cores:
         assert_nothing_left(core.run)
-        assert core.scheduler.part(GroupMoves)._stopped == {}
-        assert core.scheduler.part(GroupMoves)._adopted == {}
+        moves = core.scheduler.part(GroupMoves)
+        assert moves._stopped == moves._adopted == moves._released == moves.kv._shared == {}
     assert not cluster.llm.reqs_in_flight
 
 
@@ -137,6 +137,7 @@ async def test_a_target_that_fails_half_way_has_nothing(new_cluster, what, numbe
 
 @pytest.mark.parametrize(("what", "number"), [each for each in ADOPTING if each[0] != "rollout_fetch_kv"])
 async def test_a_group_that_nobody_can_take_fails_once(new_cluster, what, number):
+    """Neither its parcel nor its KV stays in the source, where a later group may have its name."""
     cluster = new_cluster()
 
     def prepare(source: int) -> None:

@@ -159,11 +159,22 @@ class GroupMoves(CorePart):
         try:
             return self._release(core, wanted)
         except Exception:
-            self.keep(core, wanted)
+            self._go_on(core, wanted)
             raise
 
     @_timed
     def keep(self, core: EngineCore, wanted: GroupToRelease) -> None:
+        try:
+            self._go_on(core, wanted)
+        except Exception:  # its client ends the group, and nobody asks for it again
+            if self._released.get(wanted.group_id, (None, None))[0] == wanted.epoch:
+                del self._released[wanted.group_id]
+            if wanted.group_id not in self._released:
+                self.kv.drop(core, wanted.group_id)
+            raise
+
+    def _go_on(self, core: EngineCore, wanted: GroupToRelease) -> None:
+        """Let a group that has stopped or left continue here."""
         group_id = wanted.group_id
         epoch, parcel = self._released.get(group_id, (None, None))
         if parcel is not None and epoch == wanted.epoch:
