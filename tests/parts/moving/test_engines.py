@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 
 import httpx
 import pytest
@@ -24,6 +24,7 @@ from vllm_rollout.kernel.http.answers import (
     TokensEvent,
     TrajectoryEvent,
 )
+from vllm_rollout.kernel.http.engine import GroupOrder, Happening, NoRankTakes
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
@@ -258,6 +259,26 @@ async def test_with_retry_the_answer_is_that_of_an_engine_that_never_died(http, 
     assert without_ids == [group.model_dump(exclude={"group_id"}) for group in expected.groups]
     assert answer.usage.num_restarted == 2
     assert answer.usage.model_copy(update={"num_restarted": 0}) == expected.usage
+
+
+async def test_a_group_for_whose_retry_no_rank_is_left_is_lost_and_others_go_on(http, engine: FakeEngine, monkeypatch):
+    """One rank died, and the others are drained. A group that had not begun is refused, as before."""
+    run_group, begun = engine.run_group, set()
+
+    def refused_again(order: GroupOrder) -> AsyncGenerator[Happening, None]:
+        if order.prompt.id in begun:
+            raise NoRankTakes("every rank is drained", status=503)
+        begun.add(order.prompt.id)
+        return run_group(order)
+
+    monkeypatch.setattr(engine, "run_group", refused_again)
+    engine.lengths, engine.losses = LENGTHS, {"b": 8}
+    whole, lost = (await rolled_out(http, on_engine_failure="retry")).groups
+    assert (whole.status, len(whole.trajectories)) == ("complete", 3)
+    assert lost.status == "incomplete"
+    assert lost.reason.endswith(f"{REASON}, and every rank is drained")
+    body = {"prompts": TWO[:1], "group_size": 3, "sampling_params": {"seed": 7}}
+    assert (await http.post("/v1/rollouts", json=body)).status_code == 503
 
 
 def test_a_stream_says_that_a_group_begins_anew_and_what_came_before_is_void(client, engine):

@@ -36,6 +36,10 @@ class EngineStopped(RequestError):
     """The engine, or the rank that was asked, is dead. This is also reported elsewhere."""
 
 
+class NoRankTakes(RequestError):
+    """No rank of the engine takes groups: each is drained, or has died."""
+
+
 class GroupLost(Exception):
     """The part of the engine that ran a group has died. Other groups go on."""
 
