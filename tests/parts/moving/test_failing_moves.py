@@ -11,7 +11,8 @@ import pytest
 from tests.kernel.core.scheduler_runs import assert_nothing_left
 from tests.parts.moving.moving_runs import assert_both_end
 from tests.parts.moving.ranked_llm import Cluster
-from vllm_rollout.kernel.call_table import CANCEL_GROUPS
+from vllm_rollout.adapter.weights import Changes
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS, RECOMPUTE
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs
 from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import Parcel
@@ -208,6 +209,10 @@ async def in_a_parcel(cluster: Cluster, **kwargs: Any) -> asyncio.Future[Any]:
     """A group that is in no engine core; its move goes on when the ranks do."""
     cluster.start("g", LENGTHS, 2, **kwargs)
     await cluster.until(lambda: cluster.said.get(("g", 1), []))
+    return await set_off(cluster)
+
+
+async def set_off(cluster: Cluster) -> asyncio.Future[Any]:
     (source,) = cluster.cores_of("g")
     moving = asyncio.create_task(cluster.engine.moves.move_group("g", 1 - source))
     async with cluster.at("release_group", source):
@@ -227,6 +232,22 @@ async def test_a_candidate_that_is_aborted_on_its_way_ends_where_it_arrives(new_
         await cluster.turn()
     assert_nothing_held(cluster)
     assert all(cluster.cores[0].run.num_sampled[f"g-c{index}-internal"] < LENGTHS[0] // 2 for index in (0, 1))
+
+
+async def test_a_group_on_its_way_is_computed_again_where_it_arrives(new_cluster, monkeypatch):
+    monkeypatch.setattr(Changes, "num", 0)
+    cluster = new_cluster()
+    cluster.start("g", LENGTHS, 2)
+    await cluster.until(lambda: cluster.said.get(("g", 1), []))
+    Changes.num += 1
+    await cluster.turn()
+    moving = await set_off(cluster)
+    recomputing = asyncio.create_task(cluster.engine.calls.tell_groups(RECOMPUTE, None))
+    (move, nums) = await cluster.done(moving, recomputing)
+    assert (move.outcome, sum(nums)) == ("moved", 2)
+    await cluster.done(*cluster.readers.values())
+    assert cluster.ends == {candidate: ["finished"] for candidate in SAID}
+    assert_nothing_held(cluster)
 
 
 async def test_a_group_that_is_cancelled_on_its_way_is_deferred_where_it_arrives(new_cluster):

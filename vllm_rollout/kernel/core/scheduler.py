@@ -124,7 +124,10 @@ class GroupSchedulerMixin:
         Returns the number of candidates that do so, see `Weights.recompute`.
         """
         candidates = self.launched.values() if names is None else self._named(names)
-        return self.weights.recompute([candidate.request for candidate in candidates])
+        num_recomputed = self.weights.recompute([candidate.request for candidate in candidates])
+        if names is None:
+            self.weights.all_recomputed()
+        return num_recomputed
 
     def _named(self, names: frozenset[str]) -> list[EngineCandidate]:
         """Running candidates with one of these names, their request's or their group's."""

@@ -173,8 +173,8 @@ class CoreCalls(Protocol):
         """Run one operation on every rank. Returns the results of living ranks. Raises: EngineStopped."""
         ...
 
-    async def tell_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
-        """Run one operation on every rank while no group moves: it would miss a group that is in no engine core.
+    async def tell_groups(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
+        """`call_all` while no group moves: it would miss a group that is in no engine core.
 
         Raises: EngineStopped.
         """

@@ -273,7 +273,8 @@ class GroupMoves(CorePart):
             if begun:
                 core.collective_rpc("rollout_attach", args=(begun,))
             requests = [self._request(core, moved) for moved in parcel.candidates]
-            if kv is not None:
+            is_void = [groups.weights.arrives(request) for request in requests]
+            if kv is not None and not any(is_void):
                 self.kv.fetch(core, group_id, kv, requests)
             group = groups.group_steps.attach(parcel.detached, groups.clock())
             for request, moved in zip(requests, parcel.candidates, strict=True):
