@@ -25,6 +25,7 @@ from tests.parts.moving.moving_runs import Ranks
 from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
 from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
 from vllm_rollout.kernel.call_table import RECOMPUTE
+from vllm_rollout.kernel.core import weights as core_weights
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 from vllm_rollout.parts.moving.core.moving import GroupMoves, salt_to_move
@@ -230,6 +231,12 @@ def test_a_clients_own_salt_is_its_choice(known):
     assert salt_to_move(request) == "client"
 
 
+def test_a_group_that_moves_between_new_weights_and_the_next_step_takes_its_kv_along(new_ranks):
+    two, _ = straddling(new_ranks, look=False)
+    two.move("g", 0)
+    assert two.ranks.runs[1].scheduler.part(GroupMoves).kv.num_groups_in == 1
+
+
 def test_a_request_that_straddles_moves_with_a_salt_of_its_own(known):
     add_group(known.run, "g", [60, 60], group_size=2)
     steps(known.run, 10)
@@ -292,7 +299,7 @@ def test_a_group_that_arrives_after_all_were_computed_again_leaves_its_older_kv_
     steps(two.known[1], 3)
 
 
-def straddling(new_ranks: Callable[..., Ranks]) -> tuple[TwoRanks, list[str]]:
+def straddling(new_ranks: Callable[..., Ranks], *, look: bool = True) -> tuple[TwoRanks, list[str]]:
     """A group of the first rank, which pauses, and has new weights since then."""
     two = TwoRanks(new_ranks(block_size=BLOCK_SIZE, num_blocks=200))
     run = two.ranks.runs[0]
@@ -304,7 +311,7 @@ def straddling(new_ranks: Callable[..., Ranks]) -> tuple[TwoRanks, list[str]]:
         two.known[0].step()
     run._depth = depth
     Changes.num += 1
-    for run in two.ranks.runs:
+    for run in two.ranks.runs if look else ():
         run.scheduler.weights.look()
     return two, ids
 
@@ -487,6 +494,20 @@ def test_an_engine_core_hears_of_new_weights_by_the_call_that_brought_them(core)
     assert Changes.num == 1
     core.add_lora(SimpleNamespace(load_inplace=True))
     assert Changes.num == 2
+
+
+def test_prompts_that_wait_are_hashed_once_for_all_calls_that_bring_weights(core, known, monkeypatch):
+    """A trainer sends weights in many calls, between two steps."""
+    run, salted = known.run, []
+    monkeypatch.setattr(core_weights, "salt", lambda request, value: salted.append((request.request_id, value)))
+    add_group(run, "g", [60, 60], group_size=2)
+    for _ in range(5):
+        core.collective_rpc("reload_weights")
+    core.set_weight_version("five")
+    assert salted == []
+    assert (run.scheduler.weights.num_changes, run.scheduler.weights.newest) == (5, "five")
+    run.scheduler.schedule()
+    assert salted == [("g-0", "vllm_rollout/5"), ("g-1", "vllm_rollout/5")]
 
 
 @pytest.mark.parametrize("is_clean", [True, False])

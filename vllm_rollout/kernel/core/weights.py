@@ -34,6 +34,8 @@ class Weights:
         self._scheduler: Scheduler = scheduler
         self._preempt: Callable[..., None] = scheduler.preempt
         self._known = Changes.num
+        """Number of the newest change that is known."""
+        self._salted = Changes.num
         """Number of the change after which requests were salted last."""
         self._first = Changes.num
         """Number of the last change before this engine. Another engine of this process may have had some."""
@@ -50,12 +52,17 @@ class Weights:
         self.is_paused = False
         """True while generation is paused. A server that sleeps has no KV."""
 
-    def look(self) -> bool:
-        """Salt requests anew if weights have changed. Called between two steps. Returns True if they have."""
-        change = Changes.num
-        if change == self._known:
-            return False
-        self._known = change
+    def have_come(self) -> bool:
+        """Note new weights. Returns True if there are any. Requests are salted later, once for several changes."""
+        before, self._known = self._known, Changes.num
+        return self._known != before
+
+    def look(self) -> None:
+        """Salt requests anew if weights have changed. Called between two steps, before a step or a salt is needed."""
+        self.have_come()
+        if self._salted == self._known:
+            return
+        self._salted = self._known
         for request in self._scheduler.requests.values():
             if not self._is_ours(request):
                 continue
@@ -64,7 +71,6 @@ class Weights:
                 salt(request, self._salt)
             else:
                 self._isolate(request)
-        return True
 
     def before_step(self) -> None:
         """Note new weights. If the weights before have left KV that is not finite, compute all requests again.

@@ -216,6 +216,7 @@ class GroupMoves(CorePart):
 
     def _release(self, core: EngineCore, wanted: GroupToRelease) -> Released:
         group_id = wanted.group_id
+        self._groups.weights.look()  # while the group runs, so that it leaves with the KV that it has
         if group_id not in self._released:
             stays = self._groups.stays_because(group_id)
             if stays is not None:
