@@ -270,6 +270,30 @@ def test_what_is_computed_again_reads_no_older_kv_and_finds_its_siblings(known):
     assert_nothing_left(run)
 
 
+@pytest.mark.parametrize("acts", ["recompute", "returns"])
+def test_no_request_runs_in_the_step_that_tells_the_worker_of_its_preemption(two, acts):
+    """With --enable-return-routed-experts vLLM's worker dies of such a step."""
+    aux_outputs = pytest.importorskip("vllm.distributed.aux_output_connector.connector")
+    scheduler = two.runs[0].scheduler
+    connector = scheduler.aux_output_connector = aux_outputs.AuxOutputSchedulerConnector()
+    connector.take_output = lambda request, output: None
+    told, build = [], connector.build_connector_meta
+    connector.build_connector_meta = lambda *args: told.append(build(*args)) or told[-1]
+    steps(two.runs[0], 2)
+    num_told = len(told)
+    if acts == "recompute":
+        Changes.num += 1
+        assert scheduler.recompute(None) == 2
+    else:
+        assert two.release("g", 0).outcome == "released"
+        num_told = len(told)
+        two.cores[0].keep("g")
+    two.run()
+    assert [two.runs[0].state(id) for id in ("g-0", "g-1")] == ["finished"] * 2
+    assert {id for each in told[num_told:] for id in each.finished_requests} == {"g-0", "g-1"}
+    assert not any(each.requests.keys() & set(each.finished_requests) for each in told)
+
+
 def test_a_group_that_moved_in_a_pause_is_computed_again_too(new_ranks):
     two, ids = straddling(new_ranks)
     two.move("g", 0)
