@@ -105,11 +105,13 @@ async def test_weights_come_out_of_the_folder_that_is_named(app, http, tmp_path)
     assert app.state.engine_client.calls == [("reload_weights", (), {"weights_path": str(tmp_path)})]
 
 
-@pytest.mark.parametrize("make", [True, False], ids=["empty", "missing"])
-async def test_a_folder_without_weights_does_not_reach_the_model(app, http, tmp_path, make):
+@pytest.mark.parametrize("files", [[], None, ["training_args.bin"]], ids=["empty", "missing", "a trainer's"])
+async def test_a_folder_without_weights_does_not_reach_the_model(app, http, tmp_path, files):
     folder = tmp_path / "step_1"
-    if make:
+    if files is not None:
         folder.mkdir()
+    for name in files or ():
+        (folder / name).touch()
     answer = await http.post("/update_weights", json={"weight_dir": str(folder)})
     assert answer.status_code == 503
     assert str(folder) in answer.json()["error"]["message"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from pathlib import Path
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -21,8 +20,7 @@ from vllm_rollout.kernel.api.open_paths import has_key
 from vllm_rollout.kernel.http.admin import require_admin
 from vllm_rollout.kernel.http.clients import path_of
 from vllm_rollout.kernel.http.engine import RequestError
-
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+from vllm_rollout.weight_files import EXPECTED, has_weights
 
 
 class NoWeights(ValueError):
@@ -32,8 +30,8 @@ class NoWeights(ValueError):
 async def load_weights(client: AsyncLLM, folder: str) -> None:
     """Replace the model's weights by a checkpoint's. Raises: NoWeights."""
     # vLLM prepares the model before it looks for new weights: without a file the model would be left with none.
-    if not await asyncio.to_thread(_has_weights, Path(folder)):
-        raise NoWeights(f"{folder} has no weights ({', '.join(WEIGHTS)}) on this host, or not yet. Send it again.")
+    if not await asyncio.to_thread(has_weights, folder):
+        raise NoWeights(f"{folder} has {EXPECTED} on this host, or not yet. Send it again.")
     await client.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 
 
@@ -47,10 +45,6 @@ async def load_adapter(models: OpenAIServingModels, name: str, folder: str) -> J
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), answer.error.code)
     return models.lora_requests[name].lora_int_id
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(next(folder.glob(pattern), None) for pattern in WEIGHTS)
 
 
 def is_for(scope: Scope, method: str, path: str) -> bool:
