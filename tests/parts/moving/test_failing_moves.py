@@ -212,12 +212,12 @@ async def in_a_parcel(cluster: Cluster, **kwargs: Any) -> asyncio.Future[Any]:
     return await set_off(cluster)
 
 
-async def set_off(cluster: Cluster) -> asyncio.Future[Any]:
-    (source,) = cluster.cores_of("g")
-    moving = asyncio.create_task(cluster.engine.moves.move_group("g", 1 - source))
+async def set_off(cluster: Cluster, group_id: str = "g") -> asyncio.Future[Any]:
+    (source,) = cluster.cores_of(group_id)
+    moving = asyncio.create_task(cluster.engine.moves.move_group(group_id, 1 - source))
     async with cluster.at("release_group", source):
         pass
-    while cluster.cores[source].scheduler.candidates_of("g"):  # a token of it was on its way
+    while cluster.cores[source].scheduler.candidates_of(group_id):  # a token of it was on its way
         await cluster.turn()
     return moving
 
@@ -248,6 +248,37 @@ async def test_a_group_on_its_way_is_computed_again_where_it_arrives(new_cluster
     await cluster.done(*cluster.readers.values())
     assert cluster.ends == {candidate: ["finished"] for candidate in SAID}
     assert_nothing_held(cluster)
+
+
+async def test_a_group_that_is_aborted_by_name_on_its_way_ends_where_it_arrives(new_cluster):
+    cluster, group_id, ids = new_cluster(), "chat-1-0123abcd", ["chat-1"]
+    cluster.start(group_id, LENGTHS, 2)
+    await cluster.until(lambda: cluster.said.get((group_id, 1), []))
+    moving = await set_off(cluster, group_id)
+    (move, _) = await cluster.done(moving, asyncio.create_task(cluster.llm.abort(ids)))
+    assert move.outcome == "moved"
+    assert sorted(ids) == [f"{group_id}-c{index}-internal" for index in (0, 1)]
+    await cluster.done(*cluster.readers.values())
+    assert set(map(tuple, cluster.ends.values())) == {("failed",)}
+    assert_nothing_held(cluster)
+
+
+async def test_an_abort_by_name_is_repeated_once_when_a_group_has_moved_meanwhile(new_cluster, monkeypatch):
+    """Its source had packed it before the abort came, and its target got it later."""
+    cluster, asked = new_cluster(), []
+    cluster.start("g", LENGTHS, 2)
+    await cluster.turn()
+    route = cluster.llm.routes.find("g")
+
+    def abort_named(names: frozenset[str]) -> list[str]:
+        asked.append(names)
+        route.rank = 1 - route.rank
+        return ["g-c0-internal"]
+
+    monkeypatch.setattr(cluster.cores[0].scheduler, "abort_named", abort_named)
+    (found,) = await cluster.done(asyncio.create_task(cluster.llm.abort_groups({"chat-1"})))
+    assert (found, asked) == (["g-c0-internal"], [{"chat-1"}] * 2)
+    await cluster.done(*cluster.readers.values())
 
 
 async def test_a_group_that_is_cancelled_on_its_way_is_deferred_where_it_arrives(new_cluster):

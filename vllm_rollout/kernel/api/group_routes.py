@@ -113,6 +113,11 @@ class GroupRoutes:
             )
 
     @property
+    def any_moves(self) -> bool:
+        """True if a group is between two ranks."""
+        return not all(route.door.is_open for route in self._routes.values())
+
+    @property
     def running(self) -> Collection[GroupRoute]:
         """Routes of all running groups."""
         return self._routes.values()
