@@ -15,6 +15,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from vllm_rollout.kernel.http import boundary
 from vllm_rollout.parts.trainers.api.trainers import attach_compat, prime_rl, skyrl
 
 pytestmark = pytest.mark.anyio
@@ -187,6 +188,13 @@ async def test_any_other_body_reaches_vllm_as_it_was_sent(http, body):
             yield body[at : at + 1]
 
     assert (await http.post("/update_weights", content=in_parts())).content == body
+
+
+async def test_a_body_above_the_limit_is_vllms(http, monkeypatch):
+    monkeypatch.setattr(boundary, "MAX_BODY_BYTES", 10)
+    body = b'{"weight_dir": "/x"}'
+    assert (await http.post("/update_weights", content=body)).content == body
+    assert (await http.post("/reset_prefix_cache", content=body)).json()["body"] == body.decode()
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/proxy/update_weights"])

@@ -52,7 +52,7 @@ class ResetBody:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_for(scope, "POST", RESET):
-            await answer_by_body(partial(self._choose, scope), scope, receive, send)
+            await answer_by_body(partial(self._choose, scope), self._app, scope, receive, send)
             return
         await self._app(scope, receive, send)
 
