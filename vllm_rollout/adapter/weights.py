@@ -44,8 +44,8 @@ def listen(model: nn.Module) -> None:
 
 
 def listen_to_calls() -> None:
-    """Let each engine core of this process look for new weights after every call that may bring some, and name them in
-    its outputs.
+    """Let each engine core of this process note new weights after every call that may bring some, and name them in its
+    outputs.
 
     vLLM's utility calls reach an engine core by name, and none of them informs its scheduler. If workers are separate
     processes, the scheduler would learn of new weights from the first step computed with them, one step late.
@@ -114,7 +114,7 @@ def _count(core: EngineCore) -> None:
 
 
 def _weights_came(core: EngineCore) -> None:
-    if core.scheduler.weights.look():
+    if core.scheduler.weights.have_come():
         core.scheduler.weights.clean = partial(_asked, core, "rollout_clean_kv")
 
 

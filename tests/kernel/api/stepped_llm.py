@@ -68,6 +68,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.door = Door()
         self.before_rollouts = None
         self.when_aborted = lambda names: None
+        self.when_all_aborted = lambda: None
         self.num_inside: list[int] = []
         """Number of admitted candidates each time a request was added."""
         self._candidates = WeakKeyDictionary()

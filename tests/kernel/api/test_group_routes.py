@@ -35,6 +35,18 @@ def test_a_rank_that_takes_nothing_is_not_to_be_named() -> None:
         assert enter(2).rank == 2
 
 
+def test_a_group_follows_another_one_to_a_rank_that_was_drained_meanwhile_but_not_to_a_dead_one() -> None:
+    """No client has named that rank: a scored turn of a session joins two groups."""
+    routes = GroupRoutes(Ranks(2))
+    first = routes.join("session", 2, None)
+    routes.hold(frozenset({first.rank}))
+    assert routes.join("session", 2, None) is first
+    assert routes.join("scored", 2, None, followed=first).rank == first.rank
+    routes.bury(first.rank)
+    with pytest.raises(RankDied, match=f"rank {first.rank}"):
+        routes.join("scored", 2, None, followed=first)
+
+
 def test_groups_count_their_candidates_until_they_end() -> None:
     ranks = Ranks(2)
     routes = GroupRoutes(ranks)

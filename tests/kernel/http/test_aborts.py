@@ -72,6 +72,16 @@ async def test_a_rollout_that_only_waits_for_places_does_not_start_later(
     assert engine.num_launched == 8, "of the other rollout"
 
 
+async def test_when_all_is_aborted_no_rollout_starts_anything_more(engine: FakeEngine, service: RolloutService) -> None:
+    _, first = await started(service, 10)
+    _, second = await started(service, 10)
+    await eventually(lambda: engine.num_launched == 8)
+    service.aborts.all()
+    check_aborted(await first, 10)
+    check_aborted(await second, 10)
+    assert engine.num_launched <= 16, "groups that had a place by then"
+
+
 async def test_others_go_on(engine: FakeEngine, service: RolloutService) -> None:
     body = {"prompts": [{"prompt": "a"}] * 8, "group_size": 4}
     other = await service.prepare(RolloutRequest.model_validate(body))

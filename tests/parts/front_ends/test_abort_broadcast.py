@@ -6,11 +6,13 @@ import asyncio
 import logging
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.waiting import eventually
 from vllm_rollout.parts.front_ends.api.abort_broadcast import AbortBroadcast
+from vllm_rollout.parts.front_ends.api.part import FrontEndsApi
 
 MANY = {f"rollout-{number:060}" for number in range(4096)}
 """More than a socket takes at once."""
@@ -31,6 +33,21 @@ async def test_each_process_hears_of_every_abort(tmp_path: Path) -> None:
     assert heard[1] == {"a"}
     processes[2].send(MANY)
     await eventually(lambda: heard == [{"a", *MANY}] * 3)
+
+
+@pytest.mark.parametrize("any_moves", [True, False])
+async def test_a_process_aborts_what_was_between_two_ranks_when_it_heard(any_moves: bool) -> None:
+    aborted, heard = [], []
+
+    async def abort_groups(names: set[str]) -> None:
+        aborted.append(names)
+
+    client = SimpleNamespace(routes=SimpleNamespace(any_moves=any_moves), abort_groups=abort_groups)
+    part = FrontEndsApi(SimpleNamespace(client=client))
+    part._abort_here = heard.append
+    part._heard({"a"})
+    await asyncio.sleep(0)
+    assert (heard, aborted) == ([{"a"}], [{"a"}] if any_moves else [])
 
 
 async def test_a_process_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown, plan_sc
 
 
 class FakeMoves(FakePart, MovesPart):
-    """Everything runs on rank 0."""
+    """Everything runs on the first rank that is not held."""
 
     def __init__(self, engine: FakeEngine) -> None:
         super().__init__(engine)
@@ -31,9 +31,10 @@ class FakeMoves(FakePart, MovesPart):
         return None if self.engine.num_ranks > 1 else "needs several ranks."
 
     async def rank_states(self) -> list[RankState]:
+        busy = min(set(range(self.engine.num_ranks)) - self.held)
         return [
             RankState(
-                EngineLoad(0 if rank else self.engine.num_running, 0, 0.0, 0, []),
+                EngineLoad(self.engine.num_running if rank == busy else 0, 0, 0.0, 0, []),
                 rank in self.held,
                 0,
                 0,

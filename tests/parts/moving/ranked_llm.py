@@ -135,6 +135,7 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
         self.door = Door()
         self.before_rollouts = None
         self.when_aborted = lambda names: None
+        self.when_all_aborted = lambda: None
         self._candidates = WeakKeyDictionary()
         self.vllm_config = cores[0].scheduler.vllm_config
         self.model_config = SimpleNamespace(get_diff_sampling_param=dict)

@@ -9,7 +9,8 @@ import pytest
 from vllm import SamplingParams
 
 from tests.parts.moving.ranked_llm import Cluster
-from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
+from vllm_rollout.kernel.http.engine import EngineStopped, GroupOrder, NoRankTakes, PreparedPrompt, RequestError
+from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.api import moving
 from vllm_rollout.parts.moving.http.engine import Drained
 from vllm_rollout.parts.moving.rules.load import RankState
@@ -60,6 +61,30 @@ async def test_of_the_last_two_ranks_one_stays(new_cluster, num_api_processes):
         await cluster.done(restore(cluster, rank))
     (answer,) = await cluster.done(drain(cluster, 1, num_api_processes - 1))
     assert answer.is_held
+
+
+async def test_who_cannot_be_drained_since_others_died_is_told_so(new_cluster):
+    cluster = new_cluster(num_ranks=3)
+    await cluster.done(drain(cluster, 0))
+    cluster.llm.die(2)
+    (answer,) = await cluster.done(drain(cluster, 1))
+    assert is_conflict(answer)
+    assert "not drained. Restore another one first ([2] have died)" in str(answer)
+    cluster.llm.die(0)
+    (answer,) = await cluster.done(drain(cluster, 1))
+    assert is_conflict(answer)
+    assert "last one that lives: the others ([0, 2]) have died. Restart the server." in str(answer)
+
+
+async def test_a_retry_finds_no_rank_where_the_others_are_drained(new_cluster):
+    cluster = new_cluster()
+    await cluster.done(drain(cluster, 0))
+    cluster.llm.die(1)
+    prompt = PreparedPrompt("q", [5] * 20, ([9, 9], SamplingParams(max_tokens=9), None))
+    order = GroupOrder("g", GroupPlan(2), prompt, "q")
+    with pytest.raises(NoRankTakes, match="drained, or has died"):
+        async for _ in cluster.engine.run_group(order):
+            pass
 
 
 async def test_drains_and_restores_that_meet_leave_one_truth(new_cluster):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator, Mapping
 
 import httpx
 import pytest
@@ -23,13 +24,15 @@ from vllm_rollout.kernel.http.answers import (
     TokensEvent,
     TrajectoryEvent,
 )
+from vllm_rollout.kernel.http.engine import GroupOrder, Happening, NoRankTakes
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.parts.moving.http.engine import Drained
 from vllm_rollout.parts.moving.http.plan import MovingRollout
 from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
 from vllm_rollout.parts.moving.rules.load import ArrivedKV, TransferCost
-from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS
+from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown
 
 
@@ -123,15 +126,46 @@ class PlannedMoves(FakeMoves):
         await super().restore(rank, owner)
 
 
-async def scaled_down(moves: PlannedMoves) -> ScaleDownWatch:
+async def scaled_down(moves: PlannedMoves, told: asyncio.Queue[RanksFreeEvent] | None = None) -> ScaleDownWatch:
     """A rollout that has got its ranks, or not."""
     watch = ScaleDownWatch(moves, "rollout", 4, time.monotonic)
-    told: asyncio.Queue[RanksFreeEvent] = asyncio.Queue()
+    told = told or asyncio.Queue()
     watch.begin(told.put)
     watch.candidate_ended()
     for _ in range(50):
         await asyncio.sleep(0)
     return watch
+
+
+class LeftMoves(PlannedMoves):
+    """Work stays on some ranks, and others take groups again."""
+
+    results: Mapping[int, tuple[bool, int]]
+    """Whether a rank is held, and its requests, when it was drained."""
+
+    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
+        await super().drain(rank, timeout_s, owner)
+        is_held, num_left = self.results[rank]
+        return Drained(is_held, 0, num_left, {}, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("results", "free"),
+    [
+        ({2: (True, 8), 3: (True, 0)}, [3]),
+        ({2: (True, 0), 3: (False, 0)}, [2]),
+        ({2: (True, 8), 3: (False, 8)}, None),
+    ],
+)
+async def test_only_ranks_that_are_empty_and_stay_so_are_free(results, free):
+    moves = LeftMoves(FakeEngine(num_ranks=4))
+    moves.results = results
+    told: asyncio.Queue[RanksFreeEvent] = asyncio.Queue()
+    watch = await scaled_down(moves, told)
+    assert moves.held == set(free or ())
+    assert ([] if told.empty() else told.get_nowait().ranks) == (free or [])
+    await watch.end()
+    assert moves.held == set()
 
 
 async def test_a_rollout_that_cannot_free_all_it_wanted_frees_none():
@@ -225,6 +259,26 @@ async def test_with_retry_the_answer_is_that_of_an_engine_that_never_died(http, 
     assert without_ids == [group.model_dump(exclude={"group_id"}) for group in expected.groups]
     assert answer.usage.num_restarted == 2
     assert answer.usage.model_copy(update={"num_restarted": 0}) == expected.usage
+
+
+async def test_a_group_for_whose_retry_no_rank_is_left_is_lost_and_others_go_on(http, engine: FakeEngine, monkeypatch):
+    """One rank died, and the others are drained. A group that had not begun is refused, as before."""
+    run_group, begun = engine.run_group, set()
+
+    def refused_again(order: GroupOrder) -> AsyncGenerator[Happening, None]:
+        if order.prompt.id in begun:
+            raise NoRankTakes("every rank is drained", status=503)
+        begun.add(order.prompt.id)
+        return run_group(order)
+
+    monkeypatch.setattr(engine, "run_group", refused_again)
+    engine.lengths, engine.losses = LENGTHS, {"b": 8}
+    whole, lost = (await rolled_out(http, on_engine_failure="retry")).groups
+    assert (whole.status, len(whole.trajectories)) == ("complete", 3)
+    assert lost.status == "incomplete"
+    assert lost.reason.endswith(f"{REASON}, and every rank is drained")
+    body = {"prompts": TWO[:1], "group_size": 3, "sampling_params": {"seed": 7}}
+    assert (await http.post("/v1/rollouts", json=body)).status_code == 503
 
 
 def test_a_stream_says_that_a_group_begins_anew_and_what_came_before_is_void(client, engine):

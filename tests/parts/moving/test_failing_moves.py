@@ -11,7 +11,8 @@ import pytest
 from tests.kernel.core.scheduler_runs import assert_nothing_left
 from tests.parts.moving.moving_runs import assert_both_end
 from tests.parts.moving.ranked_llm import Cluster
-from vllm_rollout.kernel.call_table import CANCEL_GROUPS
+from vllm_rollout.adapter.weights import Changes
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS, RECOMPUTE
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs
 from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import Parcel
@@ -58,8 +59,8 @@ async def said_all(cluster: Cluster) -> None:
 def assert_nothing_held(cluster: Cluster) -> None:
     for core in cluster.cores:
         assert_nothing_left(core.run)
-        assert core.scheduler.part(GroupMoves)._stopped == {}
-        assert core.scheduler.part(GroupMoves)._adopted == {}
+        moves = core.scheduler.part(GroupMoves)
+        assert moves._stopped == moves._adopted == moves._released == moves.kv._shared == {}
     assert not cluster.llm.reqs_in_flight
 
 
@@ -137,6 +138,7 @@ async def test_a_target_that_fails_half_way_has_nothing(new_cluster, what, numbe
 
 @pytest.mark.parametrize(("what", "number"), [each for each in ADOPTING if each[0] != "rollout_fetch_kv"])
 async def test_a_group_that_nobody_can_take_fails_once(new_cluster, what, number):
+    """Neither its parcel nor its KV stays in the source, where a later group may have its name."""
     cluster = new_cluster()
 
     def prepare(source: int) -> None:
@@ -207,11 +209,15 @@ async def in_a_parcel(cluster: Cluster, **kwargs: Any) -> asyncio.Future[Any]:
     """A group that is in no engine core; its move goes on when the ranks do."""
     cluster.start("g", LENGTHS, 2, **kwargs)
     await cluster.until(lambda: cluster.said.get(("g", 1), []))
-    (source,) = cluster.cores_of("g")
-    moving = asyncio.create_task(cluster.engine.moves.move_group("g", 1 - source))
+    return await set_off(cluster)
+
+
+async def set_off(cluster: Cluster, group_id: str = "g") -> asyncio.Future[Any]:
+    (source,) = cluster.cores_of(group_id)
+    moving = asyncio.create_task(cluster.engine.moves.move_group(group_id, 1 - source))
     async with cluster.at("release_group", source):
         pass
-    while cluster.cores[source].scheduler.candidates_of("g"):  # a token of it was on its way
+    while cluster.cores[source].scheduler.candidates_of(group_id):  # a token of it was on its way
         await cluster.turn()
     return moving
 
@@ -226,6 +232,53 @@ async def test_a_candidate_that_is_aborted_on_its_way_ends_where_it_arrives(new_
         await cluster.turn()
     assert_nothing_held(cluster)
     assert all(cluster.cores[0].run.num_sampled[f"g-c{index}-internal"] < LENGTHS[0] // 2 for index in (0, 1))
+
+
+async def test_a_group_on_its_way_is_computed_again_where_it_arrives(new_cluster, monkeypatch):
+    monkeypatch.setattr(Changes, "num", 0)
+    cluster = new_cluster()
+    cluster.start("g", LENGTHS, 2)
+    await cluster.until(lambda: cluster.said.get(("g", 1), []))
+    Changes.num += 1
+    await cluster.turn()
+    moving = await set_off(cluster)
+    recomputing = asyncio.create_task(cluster.engine.calls.tell_groups(RECOMPUTE, None))
+    (move, nums) = await cluster.done(moving, recomputing)
+    assert (move.outcome, sum(nums)) == ("moved", 2)
+    await cluster.done(*cluster.readers.values())
+    assert cluster.ends == {candidate: ["finished"] for candidate in SAID}
+    assert_nothing_held(cluster)
+
+
+async def test_a_group_that_is_aborted_by_name_on_its_way_ends_where_it_arrives(new_cluster):
+    cluster, group_id, ids = new_cluster(), "chat-1-0123abcd", ["chat-1"]
+    cluster.start(group_id, LENGTHS, 2)
+    await cluster.until(lambda: cluster.said.get((group_id, 1), []))
+    moving = await set_off(cluster, group_id)
+    (move, _) = await cluster.done(moving, asyncio.create_task(cluster.llm.abort(ids)))
+    assert move.outcome == "moved"
+    assert sorted(ids) == [f"{group_id}-c{index}-internal" for index in (0, 1)]
+    await cluster.done(*cluster.readers.values())
+    assert set(map(tuple, cluster.ends.values())) == {("failed",)}
+    assert_nothing_held(cluster)
+
+
+async def test_an_abort_by_name_is_repeated_once_when_a_group_has_moved_meanwhile(new_cluster, monkeypatch):
+    """Its source had packed it before the abort came, and its target got it later."""
+    cluster, asked = new_cluster(), []
+    cluster.start("g", LENGTHS, 2)
+    await cluster.turn()
+    route = cluster.llm.routes.find("g")
+
+    def abort_named(names: frozenset[str]) -> list[str]:
+        asked.append(names)
+        route.rank = 1 - route.rank
+        return ["g-c0-internal"]
+
+    monkeypatch.setattr(cluster.cores[0].scheduler, "abort_named", abort_named)
+    (found,) = await cluster.done(asyncio.create_task(cluster.llm.abort_groups({"chat-1"})))
+    assert (found, asked) == (["g-c0-internal"], [{"chat-1"}] * 2)
+    await cluster.done(*cluster.readers.values())
 
 
 async def test_a_group_that_is_cancelled_on_its_way_is_deferred_where_it_arrives(new_cluster):

@@ -243,5 +243,8 @@ def test_where_blocks_do_not_move(new_run):
     scheduler.kv_cache_manager.enable_caching = False
     assert refusal(scheduler) == "prefix caching is off"
     scheduler = new_run().scheduler
+    scheduler.aux_output_connector = object()
+    assert refusal(scheduler) == "the experts of their tokens, which vLLM returns, stay in the worker"
+    scheduler = new_run().scheduler
     scheduler.kv_cache_config.kv_cache_groups *= 2
     assert refusal(scheduler) == "not all layers keep every token"

@@ -18,15 +18,17 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
 from tests.parts.moving.moving_runs import Ranks
 from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
 from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
 from vllm_rollout.kernel.call_table import RECOMPUTE
+from vllm_rollout.kernel.core import weights as core_weights
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
-from vllm_rollout.parts.moving.core.moving import salt_to_move
+from vllm_rollout.parts.moving.core.moving import GroupMoves, salt_to_move
 
 BLOCK_SIZE = 16
 NUM_SCHEDULES = int(os.environ.get("NUM_SCHEDULES", 40))
@@ -50,6 +52,8 @@ class KnownKV:
         self.ended: dict[str, list[tuple[int, str]]] = {} if other is None else other.ended
         """Expected content of notes, by the names that were known when they were written."""
         self._weights: dict[int, int] = {}
+        self.recomputed = 0
+        """The weights by which all groups were computed again last."""
         self._schedule, run.scheduler.schedule = run.scheduler.schedule, self.schedule
         self._sample, run.sample = run.sample, self.sample
         self._update, run.scheduler.update_from_output = run.scheduler.update_from_output, self.update_from_output
@@ -116,10 +120,14 @@ class KnownKV:
 
     def recompute(self) -> None:
         """All groups: from now on none of their candidates may read KV of older weights."""
-        running = {request.request_id for request in self.run.scheduler.running}
-        of_groups = {candidate.request.request_id for candidate in self.run.scheduler.launched.values()}
         self.run.scheduler.recompute(None)
-        self.born |= dict.fromkeys(running & of_groups, Changes.num)
+        self.recomputed = Changes.num
+        self.born_anew()
+
+    def born_anew(self) -> None:
+        begun = (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+        requests = [candidate.request for candidate in self.run.scheduler.launched.values()]
+        self.born |= {request.request_id: Changes.num for request in requests if request.status in begun}
 
     def step(self) -> bool:
         goes_on = self.run.step()
@@ -166,6 +174,8 @@ class TwoRanks:
             released = self.ranks.cores[source].release(group_id)
         if released.outcome == "released":
             self.ranks.cores[1 - source].adopt(group_id, released.parcel)
+            if 0 < self.known[1 - source].recomputed == Changes.num:
+                self.known[1 - source].born_anew()
             self.ranks.cores[source].confirm(group_id)
 
 
@@ -179,7 +189,7 @@ def known(new_run) -> KnownKV:
     return KnownKV(new_run(block_size=BLOCK_SIZE))
 
 
-def steps(run: TracedRun, num: int) -> None:
+def steps(run: TracedRun | KnownKV, num: int) -> None:
     for _ in range(num):
         run.step()
 
@@ -221,6 +231,12 @@ def test_a_clients_own_salt_is_its_choice(known):
     assert salt_to_move(request) == "client"
 
 
+def test_a_group_that_moves_between_new_weights_and_the_next_step_takes_its_kv_along(new_ranks):
+    two, _ = straddling(new_ranks, look=False)
+    two.move("g", 0)
+    assert two.ranks.runs[1].scheduler.part(GroupMoves).kv.num_groups_in == 1
+
+
 def test_a_request_that_straddles_moves_with_a_salt_of_its_own(known):
     add_group(known.run, "g", [60, 60], group_size=2)
     steps(known.run, 10)
@@ -252,6 +268,76 @@ def test_what_is_computed_again_reads_no_older_kv_and_finds_its_siblings(known):
     assert [run.note(id).num_preemptions for id in ids] == [0, 0]
     assert [run.note(id).weights for id in ids] == [known.spans(id) for id in ids]
     assert_nothing_left(run)
+
+
+@pytest.mark.parametrize("acts", ["recompute", "returns"])
+def test_no_request_runs_in_the_step_that_tells_the_worker_of_its_preemption(two, acts):
+    """With --enable-return-routed-experts vLLM's worker dies of such a step."""
+    aux_outputs = pytest.importorskip("vllm.distributed.aux_output_connector.connector")
+    scheduler = two.runs[0].scheduler
+    connector = scheduler.aux_output_connector = aux_outputs.AuxOutputSchedulerConnector()
+    connector.take_output = lambda request, output: None
+    told, build = [], connector.build_connector_meta
+    connector.build_connector_meta = lambda *args: told.append(build(*args)) or told[-1]
+    steps(two.runs[0], 2)
+    num_told = len(told)
+    if acts == "recompute":
+        Changes.num += 1
+        assert scheduler.recompute(None) == 2
+    else:
+        assert two.release("g", 0).outcome == "released"
+        num_told = len(told)
+        two.cores[0].keep("g")
+    two.run()
+    assert [two.runs[0].state(id) for id in ("g-0", "g-1")] == ["finished"] * 2
+    assert {id for each in told[num_told:] for id in each.finished_requests} == {"g-0", "g-1"}
+    assert not any(each.requests.keys() & set(each.finished_requests) for each in told)
+
+
+def test_a_group_that_moved_in_a_pause_is_computed_again_too(new_ranks):
+    two, ids = straddling(new_ranks)
+    two.move("g", 0)
+    assert two.ranks.runs[1].scheduler.recompute(None) == 2
+    assert two.ranks.runs[1].scheduler.recompute(None) == 0, "it finds nothing older"
+    two.known[1].born |= dict.fromkeys(ids, Changes.num)
+    steps(two.known[1], 3)
+
+
+def test_a_group_that_moved_is_computed_again_too_after_kv_that_is_not_finite(new_ranks):
+    two, ids = straddling(new_ranks)
+    two.move("g", 0)
+    two.ranks.runs[1].scheduler.weights.clean = lambda: 1
+    two.known[1].born |= dict.fromkeys(ids, Changes.num)
+    steps(two.known[1], 3)
+
+
+def test_a_group_that_arrives_after_all_were_computed_again_leaves_its_older_kv_behind(new_ranks):
+    """Another API process moves it meanwhile. With its client's salt, nothing tells old KV from new."""
+    two, ids = straddling(new_ranks)
+    for id in ids[:1]:
+        two.ranks.runs[0].requests[id].cache_salt = "client"
+    two.known[1].recompute()
+    two.move("g", 0)
+    assert two.ranks.runs[1].scheduler.part(GroupMoves).kv.num_groups_in == 0
+    two.known[1].born |= dict.fromkeys(ids, Changes.num)
+    steps(two.known[1], 3)
+
+
+def straddling(new_ranks: Callable[..., Ranks], *, look: bool = True) -> tuple[TwoRanks, list[str]]:
+    """A group of the first rank, which pauses, and has new weights since then."""
+    two = TwoRanks(new_ranks(block_size=BLOCK_SIZE, num_blocks=200))
+    run = two.ranks.runs[0]
+    ids = add_group(run, "g", [200, 200], group_size=2)
+    while run.requests["g-1"].num_output_tokens < 40:
+        two.known[0].step()
+    depth, run._depth = run._depth, 0
+    while run._in_flight:
+        two.known[0].step()
+    run._depth = depth
+    Changes.num += 1
+    for run in two.ranks.runs if look else ():
+        run.scheduler.weights.look()
+    return two, ids
 
 
 def test_without_a_name_nothing_is_computed_again(known):
@@ -432,6 +518,20 @@ def test_an_engine_core_hears_of_new_weights_by_the_call_that_brought_them(core)
     assert Changes.num == 1
     core.add_lora(SimpleNamespace(load_inplace=True))
     assert Changes.num == 2
+
+
+def test_prompts_that_wait_are_hashed_once_for_all_calls_that_bring_weights(core, known, monkeypatch):
+    """A trainer sends weights in many calls, between two steps."""
+    run, salted = known.run, []
+    monkeypatch.setattr(core_weights, "salt", lambda request, value: salted.append((request.request_id, value)))
+    add_group(run, "g", [60, 60], group_size=2)
+    for _ in range(5):
+        core.collective_rpc("reload_weights")
+    core.set_weight_version("five")
+    assert salted == []
+    assert (run.scheduler.weights.num_changes, run.scheduler.weights.newest) == (5, "five")
+    run.scheduler.schedule()
+    assert salted == [("g-0", "vllm_rollout/5"), ("g-1", "vllm_rollout/5")]
 
 
 @pytest.mark.parametrize("is_clean", [True, False])

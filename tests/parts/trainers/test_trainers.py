@@ -15,6 +15,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from vllm_rollout.kernel.http import boundary
 from vllm_rollout.parts.trainers.api.trainers import attach_compat, prime_rl, skyrl
 
 pytestmark = pytest.mark.anyio
@@ -105,11 +106,13 @@ async def test_weights_come_out_of_the_folder_that_is_named(app, http, tmp_path)
     assert app.state.engine_client.calls == [("reload_weights", (), {"weights_path": str(tmp_path)})]
 
 
-@pytest.mark.parametrize("make", [True, False], ids=["empty", "missing"])
-async def test_a_folder_without_weights_does_not_reach_the_model(app, http, tmp_path, make):
+@pytest.mark.parametrize("files", [[], None, ["training_args.bin"]], ids=["empty", "missing", "a trainer's"])
+async def test_a_folder_without_weights_does_not_reach_the_model(app, http, tmp_path, files):
     folder = tmp_path / "step_1"
-    if make:
+    if files is not None:
         folder.mkdir()
+    for name in files or ():
+        (folder / name).touch()
     answer = await http.post("/update_weights", json={"weight_dir": str(folder)})
     assert answer.status_code == 503
     assert str(folder) in answer.json()["error"]["message"]
@@ -122,6 +125,35 @@ async def test_what_is_no_folder_is_refused_with_its_value(app, http, folder):
     assert answer.status_code == 400
     assert repr(folder) in answer.json()["error"]["message"]
     assert app.state.engine_client.calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        *((path, body, said) for path in ("/prime_rl/update_weights", "/init_broadcaster", "/areal_update_weights")
+          for body, said in ((b"[]", "JSON object"), (b"x", "not JSON"), (b"{}", "required"), (b"", "body"))),
+        ("/update_weights", b'{"weight_dir": "%s"}' % (b"x" * 5000), "at most 4096 bytes"),
+        ("/update_weights", b'{"weight_dir": "\\ud800"}', "must be UTF-8"),
+        ("/update_weights", b'{"weight_dir": "a\\u0000b"}', "without a zero byte"),
+        ("/init_broadcaster", b'{"host": "h", "port": "no"}', "port"),
+        ("/areal_update_weights", b'{"model_path": "\\ud800"}', "must be UTF-8"),
+        ("/areal_update_weights", b'{"model_path": ""}', "not empty, got ''"),
+        ("/load_lora_adapter", b'{"lora_name": "\\ud800", "lora_path": "/a"}', "lora_name"),
+        ("/skyrl/v1/load_lora_adapter", b'{"lora_name": "a", "lora_path": "\\ud800"}', "lora_path"),
+    ],
+)  # fmt: skip
+async def test_a_body_that_cannot_be_used_is_refused_before_anything_happens(app, http, path, body, said):
+    app.state.args.worker_extension_cls = "a.trainers.Extension"
+    answer = await http.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+    assert app.state.engine_client.calls == []
+
+
+async def test_a_folder_that_cannot_be_read_is_none(http):
+    answer = await http.post("/update_weights", json={"weight_dir": "/" + "x" * 300})
+    assert answer.status_code == 503
+    assert "cannot be read" in answer.json()["error"]["message"]
 
 
 async def test_a_broadcast_needs_the_trainer_s_worker_extension(app, http):
@@ -156,6 +188,13 @@ async def test_any_other_body_reaches_vllm_as_it_was_sent(http, body):
             yield body[at : at + 1]
 
     assert (await http.post("/update_weights", content=in_parts())).content == body
+
+
+async def test_a_body_above_the_limit_is_vllms(http, monkeypatch):
+    monkeypatch.setattr(boundary, "MAX_BODY_BYTES", 10)
+    body = b'{"weight_dir": "/x"}'
+    assert (await http.post("/update_weights", content=body)).content == body
+    assert (await http.post("/reset_prefix_cache", content=body)).json()["body"] == body.decode()
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/proxy/update_weights"])
@@ -248,7 +287,8 @@ async def test_the_field_of_a_reset_is_taken_out_of_the_body_unless_the_query_ha
 
 
 async def test_a_reset_field_that_is_no_boolean_is_refused_as_vllm_does(http):
-    assert (await http.post("/reset_prefix_cache", json={"reset_running_requests": "never"})).status_code == 400
+    for body in (b'{"reset_running_requests": "never"}', b'{"reset_running_requests": "\\ud800"}'):
+        assert (await http.post("/reset_prefix_cache", content=body)).status_code == 400
 
 
 async def test_an_adapter_is_loaded_under_its_name(app, http):
@@ -283,7 +323,19 @@ async def test_a_folder_without_weights_is_refused_and_generation_goes_on(app, h
     answer = await http.post("/areal_update_weights", json={"model_path": str(tmp_path)})
     assert (answer.status_code, answer.json()["success"]) == (400, False)
     assert str(tmp_path) in answer.json()["message"]
-    assert app.state.engine_client.paused is False
+    assert app.state.engine_client.calls == [], "no request is aborted for it"
+
+
+async def test_generation_goes_on_when_the_stop_for_new_weights_fails(app, http, tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").touch()
+    client = app.state.engine_client
+
+    async def fails() -> None:
+        raise RuntimeError("no cache")
+
+    monkeypatch.setattr(client, "reset_mm_cache", fails)
+    assert (await http.post("/areal_update_weights", json={"model_path": str(tmp_path)})).status_code == 500
+    assert client.paused is False
 
 
 @pytest.mark.parametrize("read", [skyrl.query_of, prime_rl.names_a_folder])

@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+from vllm.model_executor.model_loader.weight_utils import filter_files_not_needed_for_inference
 
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.kernel.rules.request_names import names_of_request
+from vllm_rollout.weight_files import OF_TRAINING, has_weights
 
 LOAD, NAME, RECOMPUTE = "/collective_rpc", "/update_weight_version", "/v1/weights/recompute"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
@@ -170,13 +172,43 @@ def test_what_cannot_be_given_is_refused_before_anything_is_asked(tmp_path: Path
     routes = Routes()
     with pytest.raises(ValueError, match=r"has no weights .*safetensors"):
         give(routes, tmp_path / "empty")
+    for name in OF_TRAINING:
+        (tmp_path / "empty" / name).touch()
+        with pytest.raises(ValueError, match=r"has no weights .*training_args"):
+            give(routes, tmp_path / "empty")
+    with RolloutClient(transport=httpx.MockTransport(routes)) as client:
+        with pytest.raises(TypeError, match="version must be a string that is not empty, got 17"):
+            client.give_weights(folder, 17)
+        with pytest.raises(ValueError, match='version must be a string that is not empty, got ""'):
+            client.give_weights(folder, "")
     assert routes.asked == []
     with pytest.raises(RolloutError, match="VLLM_SERVER_DEV_MODE=1"):
         give(Routes(pause=404), folder)
     assert give(Routes(update_weight_version=404), folder) is None  # a vLLM that knows no names
 
 
-async def test_kv_of_older_weights_is_computed_again(engine: FakeEngine, http: httpx.AsyncClient):
+@pytest.mark.parametrize(
+    ("names", "has"),
+    [
+        (["training_args.bin", "model.safetensors"], True),
+        (["training_args.bin", "pytorch_model.bin"], True),
+        (["optimizer.pt", "model.pt"], True),
+        (["training_args.bin", "model.pt"], False),  # vLLM looks at no .pt beside a .bin
+        (["step_1_optimizer.bin"], False),
+    ],
+)
+def test_files_of_a_trainer_are_no_weights(tmp_path: Path, names: list[str], has: bool) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    assert has_weights(tmp_path) is has
+
+
+def test_the_names_of_a_trainers_files_are_vllms() -> None:
+    assert filter_files_not_needed_for_inference([*OF_TRAINING, "model.bin"]) == ["model.bin"]
+
+
+async def test_kv_of_older_weights_is_computed_again(engine: FakeEngine, http: httpx.AsyncClient, monkeypatch):
+    monkeypatch.setattr(engine, "call_all", None)  # it would miss groups that move
     for body in (None, {"request_ids": ["rollout-1"]}):
         answer = await http.post("/v1/weights/recompute", json=body)
         assert answer.json() == {"object": "weights.recompute", "num_candidates": 3}

@@ -24,7 +24,7 @@ from vllm_rollout.adapter.names import AdapterNames
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.api.continued import resumed_params, resumed_prompt
 from vllm_rollout.kernel.api.engine_calls import RankDied, engine_stopped
-from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.kernel.api.versions import REJECTIONS, mend_weight_spans, version_spans, weight_spans
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import (
@@ -34,6 +34,7 @@ from vllm_rollout.kernel.http.engine import (
     GroupLost,
     GroupOrder,
     Happening,
+    NoRankTakes,
     Outlook,
     RequestError,
 )
@@ -242,6 +243,8 @@ class GroupRunner:
             raise RequestError(str(error)) from error
         except RankDied as death:
             lost = GroupLost(f"rank {death.rank} of the engine died")
+        except NoRankLeft as error:
+            raise NoRankTakes(str(error), status=error.http_status) from error
         except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
             raise RequestError(str(error), status=error.http_status) from error
         except REJECTIONS as error:

@@ -56,6 +56,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.door = Door()
         self.when_aborted: Callable[[set[str]], None] = lambda names: None
         """Called with the names of requests that a client aborts, in the process that takes the abort."""
+        self.when_all_aborted: Callable[[], None] = lambda: None
+        """Called when a client aborts all requests of this process."""
         self.before_rollouts: Callable[[], Awaitable[None]] | None = None
         """Called before a rollout, or a candidate of a group, begins."""
         _fork_engines(kwargs["vllm_config"])
@@ -120,6 +122,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests. A candidate ends with the scheduler's last output, so that tokens held there are not lost."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        if internal and isinstance(request_id, list):  # vLLM's /abort_requests without ids; others name one request
+            self.when_all_aborted()
         known = self.output_processor.external_req_ids
         named = ids if internal else [internal_id for id in ids for internal_id in known.get(id, ())]
         candidates = [id for id in named if self.group_of(id) is not None]
@@ -148,10 +152,26 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """
         names = set().union(*map(names_of_request, ids))
         self.when_aborted(names)
-        try:
-            return [id for rank in await EngineCalls(self).call_all(ABORT_REQUESTS, sorted(names)) for id in rank]
-        except EngineStopped:  # a dead engine is reported elsewhere
-            return []
+        return await self.abort_groups(names)
+
+    async def abort_groups(self, names: set[str]) -> list[str]:
+        """Abort candidates by these names (`names_of_request`) in all engine cores, once no group of this process is
+        between two of them. Again, if one has moved meanwhile. Returns the candidates' internal ids.
+        """
+        found: dict[str, None] = {}
+        for _ in range(2):
+            ranks = {}
+            for route in list(self.routes.running):
+                await route.door.opened()
+                ranks[route.group_id] = route, route.rank
+            try:
+                for ids in await EngineCalls(self).call_all(ABORT_REQUESTS, sorted(names)):
+                    found |= dict.fromkeys(ids)
+            except EngineStopped:  # a dead engine is reported elsewhere
+                break
+            if all(route.door.is_open and route.rank == rank for route, rank in ranks.values()):
+                break
+        return [*found]
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any

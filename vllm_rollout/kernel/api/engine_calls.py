@@ -153,10 +153,10 @@ class EngineCalls:
         """Results of `call_each` as a list, without ranks."""
         return list((await self.call_each(operation, argument)).values())
 
-    async def tell_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
-        """Run one operation on every rank while no group moves: it would miss a group that is in no engine core."""
+    async def tell_groups(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
+        """`call_all` while no group moves: it would miss a group that is in no engine core."""
         async with self.none_moves:
-            await self.call_all(operation, argument)
+            return await self.call_all(operation, argument)
 
     async def unless_dead(self, call: Awaitable[Value]) -> Value:
         """Await a call. If the engine dies, vLLM would wait for ever: here the call ends.

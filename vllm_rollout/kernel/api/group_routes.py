@@ -113,6 +113,11 @@ class GroupRoutes:
             )
 
     @property
+    def any_moves(self) -> bool:
+        """True if a group is between two ranks."""
+        return not all(route.door.is_open for route in self._routes.values())
+
+    @property
     def running(self) -> Collection[GroupRoute]:
         """Routes of all running groups."""
         return self._routes.values()
@@ -153,9 +158,18 @@ class GroupRoutes:
         if self._routes.get(route.group_id) is route:
             del self._routes[route.group_id]
 
-    def join(self, group_id: str, num_candidates: int, pinned_rank: int | None) -> GroupRoute:
-        """Add a candidate of a group whose candidates come one by one. Raises: as `check_open`."""
-        self.check_open(pinned_rank)
+    def join(
+        self, group_id: str, num_candidates: int, pinned_rank: int | None, *, followed: GroupRoute | None = None
+    ) -> GroupRoute:
+        """Add a candidate of a group whose candidates come one by one.
+
+        `followed`: the route of another group of the same candidate, which sets the rank. That rank may be drained.
+        Raises: as `check_open`.
+        """
+        if followed is None:
+            self.check_open(pinned_rank)
+        elif (pinned_rank := followed.rank) in self._dead:
+            raise RankDied.of(pinned_rank)
         self._look()
         for forgotten in self.ranks.forget_waiting(self._clock()):
             self._routes.pop(forgotten, None)

@@ -53,6 +53,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         engine, metrics, admin_key=settings.rollout_admin_key, audit_ratio=audit_ratio
     )
     client.when_aborted = state.rollout_service.aborts.named
+    client.when_all_aborted = state.rollout_service.aborts.all
     for part in engine.parts:
         part.serve(app)
     return engine

@@ -33,7 +33,7 @@ from vllm_rollout.kernel.core.parent import end_with_parent
 from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.core.slots import answer_for_room
 from vllm_rollout.kernel.core.stop_strings import StopStrings
-from vllm_rollout.kernel.core.versions import admitting, num_deferred
+from vllm_rollout.kernel.core.versions import admitting, num_deferred, returns_experts
 from vllm_rollout.kernel.core.weights import Weights
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.lifecycle import Group
@@ -88,6 +88,8 @@ class GroupSchedulerMixin:
         self._num_worker_errors = 0
         """Exceptions of ours that the worker has caught."""
         self.num_preemptions = 0
+        self._preempted_aside = False
+        """True if we have preempted a request since the last step, and no request may be admitted in the next one."""
         self.num_unmet = 0
         """Joined groups whose siblings did not come."""
         self.parts = CoreParts.of(self)
@@ -124,7 +126,10 @@ class GroupSchedulerMixin:
         Returns the number of candidates that do so, see `Weights.recompute`.
         """
         candidates = self.launched.values() if names is None else self._named(names)
-        return self.weights.recompute([candidate.request for candidate in candidates])
+        num_recomputed = self.weights.recompute([candidate.request for candidate in candidates])
+        if names is None:
+            self.weights.all_recomputed()
+        return num_recomputed
 
     def _named(self, names: frozenset[str]) -> list[EngineCandidate]:
         """Running candidates with one of these names, their request's or their group's."""
@@ -289,6 +294,8 @@ class GroupSchedulerMixin:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._look_for_weights()
         most = self.parts.most_running(self.waiting.peek_request()) if self.waiting else None
+        if self._preempted_aside:
+            self._preempted_aside, most = False, 0
         if most is None:
             return super().schedule(*args, **kwargs)
         with admitting(self, max(len(self.running), most)):  # type: ignore[arg-type]
@@ -332,6 +339,7 @@ class GroupSchedulerMixin:
     def preempt(self, request: Request, *, drop_stale_output: bool = False) -> None:
         """Preempt a request for a reason of ours. vLLM's preemptions for lack of memory are counted, these are not."""
         super()._preempt_request(request, time.monotonic(), drop_stale_output)
+        self._preempted_aside = returns_experts(self)  # type: ignore[arg-type]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         # Called once per request that ends, whatever ended it: work happens only here.

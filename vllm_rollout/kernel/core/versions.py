@@ -18,6 +18,12 @@ def num_deferred(scheduler: Scheduler) -> int:
     return len(scheduler.deferred_waiting if has(DEFERRED_WAITING) else scheduler.skipped_waiting)
 
 
+def returns_experts(scheduler: Scheduler) -> bool:
+    """True if the workers keep what vLLM returns of each request's routing to experts. Then a request must not run in
+    the step that tells them of its preemption."""
+    return getattr(scheduler, "aux_output_connector", None) is not None
+
+
 @contextmanager
 def admitting(scheduler: Scheduler, most: int) -> Iterator[None]:
     """Admit no request inside the block if `most` requests run."""

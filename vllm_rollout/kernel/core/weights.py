@@ -34,9 +34,13 @@ class Weights:
         self._scheduler: Scheduler = scheduler
         self._preempt: Callable[..., None] = scheduler.preempt
         self._known = Changes.num
+        """Number of the newest change that is known."""
+        self._salted = Changes.num
         """Number of the change after which requests were salted last."""
         self._first = Changes.num
         """Number of the last change before this engine. Another engine of this process may have had some."""
+        self._recomputed: int | None = None
+        """Number of the change after which all groups were computed again last."""
         self.sampling = Changes.num
         """Number of the change after which the last step that was read was computed."""
         self._names: dict[int, str] = {}
@@ -48,12 +52,17 @@ class Weights:
         self.is_paused = False
         """True while generation is paused. A server that sleeps has no KV."""
 
-    def look(self) -> bool:
-        """Salt requests anew if weights have changed. Called between two steps. Returns True if they have."""
-        change = Changes.num
-        if change == self._known:
-            return False
-        self._known = change
+    def have_come(self) -> bool:
+        """Note new weights. Returns True if there are any. Requests are salted later, once for several changes."""
+        before, self._known = self._known, Changes.num
+        return self._known != before
+
+    def look(self) -> None:
+        """Salt requests anew if weights have changed. Called between two steps, before a step or a salt is needed."""
+        self.have_come()
+        if self._salted == self._known:
+            return
+        self._salted = self._known
         for request in self._scheduler.requests.values():
             if not self._is_ours(request):
                 continue
@@ -62,10 +71,9 @@ class Weights:
                 salt(request, self._salt)
             else:
                 self._isolate(request)
-        return True
 
     def before_step(self) -> None:
-        """Note new weights. If the weights before have left KV that is not finite, compute all running requests again.
+        """Note new weights. If the weights before have left KV that is not finite, compute all requests again.
 
         Their KV may have such values, which are 0 now.
         """
@@ -74,7 +82,8 @@ class Weights:
             return
         clean, self.clean = self.clean, None
         if clean():
-            self.recompute(list(self._scheduler.running))
+            self.recompute(list(self._scheduler.requests.values()))
+            self.all_recomputed()
 
     def begin(self, request: Request) -> None:
         """Salt a request that comes, for the first time or from another engine."""
@@ -83,29 +92,52 @@ class Weights:
         if begins and self._known != self._first:
             salt(request, self._salt)
 
+    def arrives(self, request: Request) -> bool:
+        """Salt a preempted request of another engine anew, if all groups here were computed again by the newest weights
+        and it was not. Then its KV is void.
+
+        Returns True if it is void.
+        """
+        self.look()
+        if self._recomputed != self._known or not self._may_be_stale(request):
+            return False
+        self._leave_kv(request)
+        return True
+
+    def all_recomputed(self) -> None:
+        """Note that `recompute` was called for all groups here. It holds for groups that arrive later, too."""
+        self._recomputed = self._known
+
     def recompute(self, requests: Iterable[Request]) -> int:
-        """Compute requests that run on KV of older weights again by the newest ones. Returns the number of these
+        """Compute requests that have KV of older weights again by the newest ones. Returns the number of these
         requests.
 
-        They are preempted and run next. Their tokens in flight are sampled again.
+        Running ones are preempted and run next. Their tokens in flight are sampled again. Preempted ones, such as those
+        that have just moved, do not find their older KV any more.
         """
         self.look()
         scheduler = self._scheduler
-        stale = {each for each in requests if each.status == RequestStatus.RUNNING and self._may_be_stale(each)}
+        begun = (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+        stale = {each for each in requests if each.status in begun and self._may_be_stale(each)}
         running = [each for each in scheduler.running if each in stale]
         scheduler.running = [each for each in scheduler.running if each not in stale]
         for request in reversed(running):  # each is put before those that wait
             self._preempt(request, drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-            self.preempted(request)
-            if not self._is_ours(request):  # its client's salt also finds KV of older weights
-                request.skip_reading_prefix_cache = True
-        return len(running)
+        for request in stale:
+            self._leave_kv(request)
+        return len(stale)
 
     def preempted(self, request: Request) -> None:
         """Salt a preempted request anew, because its own blocks depend partly on older weights."""
         if self._may_be_stale(request) and self._is_ours(request):
             salt(request, self._salt)
+
+    def _leave_kv(self, request: Request) -> None:
+        """Let a preempted request, which may be stale, find no KV of older weights."""
+        self.preempted(request)
+        if not self._is_ours(request):  # its client's salt also finds KV of older weights
+            request.skip_reading_prefix_cache = True
 
     def sampled_by(self, change: int) -> bool:
         """Note that a step was computed after this change. Returns True if the change is new."""

@@ -29,6 +29,11 @@ class Aborts:
             if not rollout.names.isdisjoint(names):
                 self.mark(rollout)
 
+    def all(self) -> None:
+        """Abort every rollout of this API process."""
+        for rollout in self._active.values():
+            self.mark(rollout)
+
     def mark(self, rollout: Rollout) -> None:
         """Launch no group of this rollout from now on, and abort those that began before."""
         if not rollout.is_aborted:

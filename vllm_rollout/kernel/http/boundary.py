@@ -10,7 +10,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar, get_type_hints
 
@@ -84,16 +83,21 @@ _AHEAD = HeldBodies(MAX_HELD_BYTES)
 
 
 async def answer_by_body(
-    choose: Callable[[bytes], tuple[ASGIApp, Scope]], scope: Scope, receive: Receive, send: Send
+    choose: Callable[[bytes], tuple[ASGIApp, Scope]],
+    too_large: ASGIApp,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
 ) -> None:
     """For middleware: `choose` picks the app that answers a request and the app's scope, by the request's body.
 
-    The body is held within the bounds of our endpoints. If it is too large, the answer is that error (413, 503).
+    The body is held within the bounds of our endpoints. A larger one is not read to its end: `too_large` answers. If
+    too much is held at once, the answer is that error (503).
     """
     messages: deque[Message] = deque()
-    check = partial(check_size, max_bytes=MAX_BODY_BYTES, remedy="Send fewer prompts per request.")
+    num_bytes = 0
     with ExitStack() as holding:
-        receive_held = holding.enter_context(_AHEAD.received(receive, check))
+        receive_held = holding.enter_context(_AHEAD.received(receive, lambda num_bytes: None))
 
         async def receive_again() -> Message:
             if not messages:
@@ -105,9 +109,12 @@ async def answer_by_body(
 
         answer: ASGIApp
         try:
-            while not messages or messages[-1].get("more_body", False):
+            while num_bytes <= MAX_BODY_BYTES and (not messages or messages[-1].get("more_body", False)):
                 messages.append(await receive_held())
-            answer, scope = choose(b"".join(message.get("body", b"") for message in messages))
+                num_bytes += len(messages[-1].get("body", b""))
+            answer = too_large
+            if num_bytes <= MAX_BODY_BYTES:
+                answer, scope = choose(b"".join(message.get("body", b"") for message in messages))
         except RequestError as error:
             answer = error_response(error)
         await answer(scope, receive_again, send)

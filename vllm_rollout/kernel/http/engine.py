@@ -36,6 +36,10 @@ class EngineStopped(RequestError):
     """The engine, or the rank that was asked, is dead. This is also reported elsewhere."""
 
 
+class NoRankTakes(RequestError):
+    """No rank of the engine takes groups: each is drained, or has died."""
+
+
 class GroupLost(Exception):
     """The part of the engine that ran a group has died. Other groups go on."""
 
@@ -169,8 +173,8 @@ class CoreCalls(Protocol):
         """Run one operation on every rank. Returns the results of living ranks. Raises: EngineStopped."""
         ...
 
-    async def tell_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
-        """Run one operation on every rank while no group moves: it would miss a group that is in no engine core.
+    async def tell_groups(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
+        """`call_all` while no group moves: it would miss a group that is in no engine core.
 
         Raises: EngineStopped.
         """

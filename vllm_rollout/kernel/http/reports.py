@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_rollout.kernel.http.engine import CandidateEnd, GroupLost, Happening
+from vllm_rollout.kernel.http.engine import CandidateEnd, GroupLost, Happening, NoRankTakes
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.rules.fields import OnEngineFailure
 from vllm_rollout.kernel.rules.rewards import Grade
@@ -48,10 +48,11 @@ async def attempts(
 
     `run` starts one attempt. If the engine loses the group, then `on_engine_failure` "fail" yields `Lost`. Otherwise
     `Restarted` is yielded, and the group runs again after `before_retry`. Each retry takes the death of a rank, so
-    there are fewer retries than ranks.
+    there are fewer retries than ranks. If no rank is left for one, `Lost` is yielded.
 
-    Raises: what `run` raises when the whole engine is dead.
+    Raises: what `run` raises when the whole engine is dead, or when no rank takes the first attempt.
     """
+    reason = ""
     while True:
         try:
             async with aclosing(run()) as happenings:
@@ -60,6 +61,11 @@ async def attempts(
             return
         except GroupLost as lost:
             reason = str(lost)
+        except NoRankTakes as refusal:
+            if not reason:
+                raise
+            yield Lost(f"{reason}, and {refusal}")
+            return
         if on_engine_failure == "fail":
             yield Lost(reason)
             return

@@ -22,8 +22,8 @@ from vllm_rollout.kernel.client.client import BlockingSender
 from vllm_rollout.kernel.client.connection import RolloutError
 from vllm_rollout.kernel.client.methods import ClientPart
 from vllm_rollout.kernel.client.sender import Sender
+from vllm_rollout.weight_files import EXPECTED, has_weights
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 KV = Literal["keep", "recompute"]
 
 
@@ -66,7 +66,8 @@ async def give_weights(
     Running groups are frozen meanwhile, and continue with the new weights. A server that was paused is resumed, even if
     sending fails.
 
-    Raises: ValueError for a folder without weights, for an unknown `kv`, and for an adapter that is no folder.
+    Raises: ValueError for a folder without weights, for an unknown `kv`, an empty `version`, and for an adapter that is
+    no folder. TypeError for a `version` that is no string.
     RolloutError, 404 without the development mode. If sending fails, the server may have part of the weights: give them
     again before the next rollout.
     """
@@ -74,9 +75,13 @@ async def give_weights(
         raise ValueError(f'kv must be "keep" or "recompute", got {kv!r}')
     if adapter is not None and callable(weights):
         raise ValueError(f"weights of the adapter {adapter!r} must be a folder, got a function")
-    if not callable(weights) and not any(next(Path(weights).glob(pattern), None) for pattern in WEIGHTS):
+    if not isinstance(version, str):
+        raise TypeError(f"version must be a string that is not empty, got {version!r}")
+    if not version:
+        raise ValueError('version must be a string that is not empty, got ""')
+    if not callable(weights) and not has_weights(weights):
         # vLLM prepares the model before it looks for new weights: without a file the model would be left with none
-        raise ValueError(f"{weights} has no weights ({', '.join(WEIGHTS)}). Write them there before they are given.")
+        raise ValueError(f"{weights} has {EXPECTED}. Write them there before they are given.")
     began = time.perf_counter()
     async with _paused(self):
         paused = time.perf_counter()

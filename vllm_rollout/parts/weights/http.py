@@ -66,4 +66,4 @@ async def recomputed(engine: Engine, ids: Iterable[str] | None) -> int:
     candidates that do so.
     """
     names = None if ids is None else sorted(set().union(*map(names_of_request, ids)))
-    return sum(await engine.calls.call_all(RECOMPUTE, names))
+    return sum(await engine.calls.tell_groups(RECOMPUTE, names))

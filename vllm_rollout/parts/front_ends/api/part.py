@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 
+from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.open_paths import has_key
 from vllm_rollout.kernel.http.clients import path_of
@@ -32,8 +33,14 @@ class FrontEndsApi(ApiPart):
         if self._client.num_api_processes > 1:
             self._listener = Listener()
             index = self._client.client_index
-            self._aborts = AbortBroadcast(self._listener.folder, index, lambda names: self._abort_here(names))
+            self._aborts = AbortBroadcast(self._listener.folder, index, self._heard)
             await self._aborts.listen()
+
+    def _heard(self, names: set[str]) -> None:
+        """A client has aborted the requests with these names, in this process or another one."""
+        self._abort_here(names)
+        if self._client.routes.any_moves:  # no engine core has such a group now
+            spawn(self._client.abort_groups(names), "abort of groups that move")
 
     def serve(self, app: FastAPI) -> None:
         if self._client.num_api_processes == 1:

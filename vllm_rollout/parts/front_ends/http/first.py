@@ -141,7 +141,8 @@ class HandOn:
             if self._first.has(path):
                 answer = self._first.answer
             elif path in JOINING and scope["method"] == "POST":
-                await answer_by_body(partial(self._choose, scope), scope, receive, send)
+                # The first process answers whatever it is: a large body may have the fields of a group at its end.
+                await answer_by_body(partial(self._choose, scope), self._first.answer, scope, receive, send)
                 return
         await answer(scope, receive, send)
 

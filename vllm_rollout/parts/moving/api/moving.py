@@ -178,11 +178,9 @@ class EngineMoves(MovesPart):
     async def _hold(self, rank: int, owner: str) -> None:
         """Keep a rank empty from now on. Raises: RequestError (409) if no other rank would take groups."""
         async with self._calls.none_moves:
-            if not self._takers(await self.rank_states(), rank):
-                only = "It is the only one." if self.num_ranks == 1 else "It is the last one that is not drained."
-                raise _last_one(
-                    rank, f"{only} Restore another one first, or start the server with more --data-parallel-size."
-                )
+            states = await self.rank_states()
+            if not self._takers(states, rank):
+                raise _last_one(rank, _why_last(states, rank))
             await self._calls.call_rank(rank, HOLD, Hold(owner, True))
             states = await self.rank_states()
             if not self._takers(states, rank):  # another API process drains the others at the same time
@@ -336,6 +334,17 @@ def _last_one(rank: int, why: str) -> RequestError:
         status=HTTPStatus.CONFLICT,
         param="rank",
     )
+
+
+def _why_last(states: Sequence[RankState], rank: int) -> str:
+    """Reason why no other rank takes groups, with the remedy."""
+    others = [other for other in range(len(states)) if other != rank]
+    dead = [other for other in others if states[other].is_dead]
+    if dead and dead == others:
+        return f"It is the last one that lives: the others ({dead}) have died. Restart the server."
+    only = "It is the last one that is not drained." if others else "It is the only one."
+    died = f" ({dead} have died)" if dead else ""
+    return f"{only} Restore another one first{died}, or start the server with more --data-parallel-size."
 
 
 def _send_to(core: DPLBAsyncMPClient, rank: int, request_ids: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
 from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.kernel.core.versions import returns_experts
 from vllm_rollout.parts.moving.core.versions import holds_what_is_found, without_zeroing, zeroes_what_comes
 from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.rules.load import ArrivedKV, TransferCost
@@ -180,6 +181,8 @@ def refusal(scheduler: Scheduler) -> str | None:
         return "a draft model has blocks of its own"
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         return "not all layers keep every token"
+    if returns_experts(scheduler):
+        return "the experts of their tokens, which vLLM returns, stay in the worker"
     if zeroes_what_comes(scheduler):
         return "this vLLM would clear them where they come"
     return None

@@ -159,11 +159,22 @@ class GroupMoves(CorePart):
         try:
             return self._release(core, wanted)
         except Exception:
-            self.keep(core, wanted)
+            self._go_on(core, wanted)
             raise
 
     @_timed
     def keep(self, core: EngineCore, wanted: GroupToRelease) -> None:
+        try:
+            self._go_on(core, wanted)
+        except Exception:  # its client ends the group, and nobody asks for it again
+            if self._released.get(wanted.group_id, (None, None))[0] == wanted.epoch:
+                del self._released[wanted.group_id]
+            if wanted.group_id not in self._released:
+                self.kv.drop(core, wanted.group_id)
+            raise
+
+    def _go_on(self, core: EngineCore, wanted: GroupToRelease) -> None:
+        """Let a group that has stopped or left continue here."""
         group_id = wanted.group_id
         epoch, parcel = self._released.get(group_id, (None, None))
         if parcel is not None and epoch == wanted.epoch:
@@ -205,6 +216,7 @@ class GroupMoves(CorePart):
 
     def _release(self, core: EngineCore, wanted: GroupToRelease) -> Released:
         group_id = wanted.group_id
+        self._groups.weights.look()  # while the group runs, so that it leaves with the KV that it has
         if group_id not in self._released:
             stays = self._groups.stays_because(group_id)
             if stays is not None:
@@ -262,7 +274,8 @@ class GroupMoves(CorePart):
             if begun:
                 core.collective_rpc("rollout_attach", args=(begun,))
             requests = [self._request(core, moved) for moved in parcel.candidates]
-            if kv is not None:
+            is_void = [groups.weights.arrives(request) for request in requests]
+            if kv is not None and not any(is_void):
                 self.kv.fetch(core, group_id, kv, requests)
             group = groups.group_steps.attach(parcel.detached, groups.clock())
             for request, moved in zip(requests, parcel.candidates, strict=True):

@@ -83,6 +83,7 @@ class ScaleDownWatch:
                 await self._moves.restore(self._held.pop(), self._owner)
 
     async def _check(self, started: float) -> RanksFreeEvent | None:
+        """Free ranks if that is advised. Ranks that are not empty then are given back. None if no rank is free."""
         decision = await self._moves.plan_scale_down(self._progress)
         if decision.was_checked:
             self._progress = replace(self._progress, num_complete_at_check=self._progress.num_complete)
@@ -93,12 +94,24 @@ class ScaleDownWatch:
         for rank in decision.ranks:
             self._held.append(rank)
             num_moved += (await self._moves.drain(rank, 0.0, self._owner)).num_moved
+        freed = []
         for rank in decision.ranks:
-            await self._moves.drain(rank, DRAIN_TIMEOUT_S, self._owner)
+            drained = await self._moves.drain(rank, DRAIN_TIMEOUT_S, self._owner)
+            num_moved += drained.num_moved
+            if drained.is_held and not drained.num_left:
+                freed.append(rank)
+                continue
+            logger.warning(
+                "rank %d is not freed: %d requests are left, %s", rank, drained.num_left, dict(drained.reasons)
+            )
+            self._held.remove(rank)
+            await self._moves.restore(rank, self._owner)
+        if not freed:
+            return None
         self._progress = replace(self._progress, is_scaled_down=True)
         now = self._clock()
         return RanksFreeEvent(
-            ranks=list(decision.ranks),
+            ranks=freed,
             after_s=now - started,
             seconds=now - before,
             num_moved=num_moved,

@@ -11,6 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_rollout.kernel.api.claims import AskedRequest
 from vllm_rollout.kernel.api.group_client import GroupClient
+from vllm_rollout.kernel.api.group_routes import GroupRoute
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
 from vllm_rollout.parts.sessions.api import turns
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
@@ -46,12 +47,13 @@ class Turns:
             async for output in turns.ended_at_once(asked.id, prompt, params):
                 yield output
             return
-        routes = []
+        routes: list[GroupRoute] = []
         try:
             rank = options.get("data_parallel_rank")
             for engine_id in dict.fromkeys((turn.group.engine_id, turn.engine_id)):
-                routes.append(client.routes.join(engine_id, turns.MANY, rank))
-                turn.group.rank = rank = routes[0].rank
+                followed = routes[0] if routes else None
+                routes.append(client.routes.join(engine_id, turns.MANY, rank, followed=followed))
+                turn.group.rank = routes[0].rank
             tag = turns.tag_of(turn, params)
             in_deltas = params.output_kind == RequestOutputKind.DELTA
             candidate = client.generate_candidate(tag, prompt, params, asked.id, **options)

@@ -12,16 +12,17 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_rollout.parts.trainers.api.shared import KEYS_NEEDED, NoWeights, load_weights
+from vllm_rollout.kernel.http.boundary import RolloutRoute
+from vllm_rollout.parts.trainers.api.shared import KEYS_NEEDED, NoWeights, check_weights, load_weights, text_of
 
-router = APIRouter(include_in_schema=False, dependencies=KEYS_NEEDED)
+router = APIRouter(include_in_schema=False, route_class=RolloutRoute, dependencies=KEYS_NEEDED)
 
 
 class Weights(BaseModel):
-    model_path: str
+    model_path: str = Field(description="The folder of a checkpoint.")
 
 
 def attach(app: FastAPI) -> None:
@@ -43,16 +44,24 @@ async def continue_generation(request: Request) -> JSONResponse:
 @router.post("/areal_update_weights")
 async def update_weights(body: Weights, request: Request) -> JSONResponse:
     client: AsyncLLM = request.app.state.engine_client
-    was_paused = await client.is_paused()
-    await _stop(client)
+    folder = text_of(body.model_path, "model_path")
     try:
-        await load_weights(client, body.model_path)
+        await check_weights(folder)  # before requests are aborted for it
+        await _update(client, folder)
     except NoWeights as error:
         return _said(False, f"model_path {error}")
+    return _said(True, f"weights of {folder}")
+
+
+async def _update(client: AsyncLLM, folder: str) -> None:
+    """Replace the weights while nothing is generated. Raises: NoWeights."""
+    was_paused = await client.is_paused()
+    try:
+        await _stop(client)
+        await load_weights(client, folder)
     finally:
         if not was_paused:
             await client.resume_generation()
-    return _said(True, f"weights of {body.model_path}")
 
 
 async def _stop(client: AsyncLLM) -> None:

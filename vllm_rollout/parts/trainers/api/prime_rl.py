@@ -18,13 +18,14 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_rollout.kernel.http.boundary import answer_by_body
-from vllm_rollout.parts.trainers.api.shared import KEYS_NEEDED, NoWeights, is_for, load_adapter, load_weights
+from vllm_rollout.kernel.http.boundary import RolloutRoute, answer_by_body
+from vllm_rollout.parts.trainers.api.shared import KEYS_NEEDED, NoWeights, is_for, load_adapter, load_weights, text_of
 
 LIVENESS_TIMEOUT_S = 30.0
 UPDATE_WEIGHTS = "/update_weights"
@@ -34,7 +35,25 @@ GENERATE = "/inference/v1/generate"
 TOKEN_ID = re.compile(rb'"token_id":(\d+)')
 """Pattern of a log probability's token. Inside a string the quotes would be escaped."""
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, route_class=RolloutRoute)
+
+
+class WeightDir(BaseModel):
+    weight_dir: Any = Field(
+        description="The folder of a checkpoint, or null for weights that prime-rl's worker extension receives."
+    )
+
+
+class Broadcast(BaseModel):
+    """Arguments of the worker extension's `init_broadcaster`."""
+
+    host: str
+    port: int
+    rank_offset: int
+    inference_world_size: int
+    timeout: int | float
+    quantize_in_weight_transfer: bool = False
+    session_id: str = "default"
 
 
 def attach(app: FastAPI) -> None:
@@ -52,9 +71,9 @@ def attach_token_names(app: FastAPI) -> None:
 
 
 @router.post(FROM_FOLDER, dependencies=KEYS_NEEDED)
-async def update_weights(request: Request) -> JSONResponse:
+async def update_weights(body: WeightDir, request: Request) -> JSONResponse:
     """Load weights from a checkpoint's folder. The prefix cache stays: prime-rl salts it with its version."""
-    folder = (await request.json())["weight_dir"]
+    folder = body.weight_dir
     client: AsyncLLM = request.app.state.engine_client
     if folder is None:
         if request.app.state.args.worker_extension_cls:
@@ -65,26 +84,22 @@ async def update_weights(request: Request) -> JSONResponse:
             "weight_dir is null: weights are to come by prime-rl's own broadcast, whose receiver is its worker "
             "extension. Start the server with it (--worker-extension-cls), or set weight_broadcast.type to filesystem.",
         )
-    if not isinstance(folder, str) or not folder:
-        return _error(HTTPStatus.BAD_REQUEST, f"weight_dir must be a folder or null, got {folder!r:.200}.")
     try:
-        await load_weights(client, folder)
+        await load_weights(client, text_of(folder, "weight_dir"))
     except NoWeights as error:  # prime-rl repeats requests that fail on the server's side
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, f"weight_dir {error}")
     return JSONResponse({"status": "ok"})
 
 
 @router.post("/init_broadcaster", dependencies=KEYS_NEEDED)
-async def init_broadcaster(request: Request) -> JSONResponse:
+async def init_broadcaster(body: Broadcast, request: Request) -> JSONResponse:
     """Call prime-rl's worker extension. Without an extension the answer is 404, which means "no broadcast"
     to prime-rl.
     """
     if not request.app.state.args.worker_extension_cls:
         return _error(HTTPStatus.NOT_FOUND, "no worker extension receives broadcasts (--worker-extension-cls).", None)
-    body = await request.json()
-    names = ("host", "port", "rank_offset", "inference_world_size", "timeout")
-    more = (body.get("quantize_in_weight_transfer", False), body.get("session_id", "default"))
-    await request.app.state.engine_client.collective_rpc("init_broadcaster", args=(*map(body.get, names), *more))
+    client: AsyncLLM = request.app.state.engine_client
+    await client.collective_rpc("init_broadcaster", args=tuple(body.model_dump().values()))
     return JSONResponse({"status": "ok"})
 
 
@@ -116,7 +131,7 @@ class WeightDirs:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_for(scope, "POST", UPDATE_WEIGHTS):
-            await answer_by_body(partial(self._choose, scope), scope, receive, send)
+            await answer_by_body(partial(self._choose, scope), self._app, scope, receive, send)
             return
         await self._app(scope, receive, send)
 

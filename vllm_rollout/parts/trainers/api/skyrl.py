@@ -17,13 +17,13 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_rollout.kernel.http.boundary import answer_by_body
+from vllm_rollout.kernel.http.boundary import RolloutRoute, answer_by_body
 from vllm_rollout.parts.trainers.api.shared import KEYS_NEEDED, is_for, load_adapter
 
 RESET = "/reset_prefix_cache"
 FIELD = "reset_running_requests"
 
-router = APIRouter(include_in_schema=False, dependencies=KEYS_NEEDED)
+router = APIRouter(include_in_schema=False, route_class=RolloutRoute, dependencies=KEYS_NEEDED)
 
 
 class LoadAdapter(BaseModel):
@@ -52,7 +52,7 @@ class ResetBody:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_for(scope, "POST", RESET):
-            await answer_by_body(partial(self._choose, scope), scope, receive, send)
+            await answer_by_body(partial(self._choose, scope), self._app, scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -71,4 +71,5 @@ def query_of(body: bytes) -> bytes | None:
     if not isinstance(fields, dict) or FIELD not in fields:
         return None
     value = fields[FIELD]
-    return urlencode({FIELD: json.dumps(value) if isinstance(value, bool) else value}).encode()
+    # vLLM refuses what is no boolean, also in place of a lone surrogate
+    return urlencode({FIELD: json.dumps(value) if isinstance(value, bool) else value}, errors="replace").encode()

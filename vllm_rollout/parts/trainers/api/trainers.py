@@ -30,6 +30,10 @@ NEEDS_DEV_MODE = {
 """Endpoints that a trainer needs and that vLLM has only in its development mode."""
 
 
+LOADS_ADAPTERS = ("prime-rl", "skyrl")
+"""Trainers that load adapters while the server runs. An API process knows only those that it has loaded itself."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Trainers", description="Endpoints that trainers call beside vLLM's own (docs/recipes)."
@@ -45,12 +49,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy if half of a trainer's endpoints would be missing."""
+    """Exit with status 2 and a remedy if half of a trainer's endpoints would be missing, or answer by chance."""
     for trainer in args.rollout_compat:
         if (needed := NEEDS_DEV_MODE.get(trainer)) is not None and not envs.VLLM_SERVER_DEV_MODE:
             parser.error(
                 f"--rollout-compat {trainer} needs {needed} too, which vLLM has with VLLM_SERVER_DEV_MODE=1. Set it."
             )
+        if trainer in LOADS_ADAPTERS and args.enable_lora and (args.api_server_count or 1) > 1:
+            parser.error(
+                f"--api-server-count {args.api_server_count} does not go with --rollout-compat {trainer} and "
+                "--enable-lora: an adapter that one process loads is unknown to the others. Say 1, or leave it out."
+            )
+
+
+def switch_on(args: argparse.Namespace) -> None:
+    """Let one API process serve adapters that trainers load. Unset, vLLM would start one per data-parallel rank."""
+    loads = args.enable_lora and not {*LOADS_ADAPTERS}.isdisjoint(args.rollout_compat)
+    if loads and args.api_server_count is None and not args.headless:
+        args.api_server_count = 1
 
 
 def attach_compat(app: FastAPI) -> None:
@@ -59,4 +75,4 @@ def attach_compat(app: FastAPI) -> None:
         COMPAT[trainer](app)
 
 
-FLAGS = Flags(add_flags, refuse)
+FLAGS = Flags(add_flags, refuse, switch_on)
