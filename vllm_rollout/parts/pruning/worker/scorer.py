@@ -153,14 +153,14 @@ class Scorer(RowsPart):
             quality_head(hidden, torch.zeros(num_due, dtype=torch.int64, device=hidden.device), *weights)
 
     def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
-        """States of candidates that have ended, and of these even if nobody has said so here yet. Waits for the
-        device."""
+        """States of candidates that have ended, and of these even if nobody has said so here yet, or if the report
+        that has their states is not read yet. Waits for the device."""
         for request_id in request_ids:
             slot = self._tracker.slot_of(request_id)
             if slot is not None and self._is_final[slot]:
                 self._last_states.end(slot, request_id)
                 self._is_final[slot] = False
-        ended = self._last_states.take_ended()
+        ended = self._last_states.take_unread({*request_ids})
         return None if ended is None else replace(ended, states=ended.states.cpu())
 
     def _see_last(self, rows: SeenRows) -> LastLogits | None:
