@@ -154,13 +154,18 @@ class Estimates(NamedTuple):
         return max(LEAST_LIMIT_S, LIMIT_FACTOR * self.piece(name))
 
 
+def kernels_folder() -> Path | None:
+    """The folder of the Triton kernels. None where a checkout that is not installed hides the installed package."""
+    spec = find_spec("vllm_rollout.kernels")
+    return None if spec is None else Path(spec.submodule_search_locations[0])
+
+
 def sources_of(name: str, device: str) -> str:
     """A hash of the device and of all code that a piece runs. A piece with a new hash is run again."""
     piece = PIECES[name]
     parts = ["tracker"] if not piece.needs_vllm else ["."]
     package = Path(find_spec("vllm_rollout").submodule_search_locations[0])
-    kernels = Path(find_spec("vllm_rollout.kernels").submodule_search_locations[0])
-    folders = [(HERE, ("*.py",)), (kernels, ("*.py",))]
+    folders = [(HERE, ("*.py",)), (kernels_folder(), ("*.py",))]
     folders += [(package / part, ("**/*.py",)) for part in parts]
     digest = hashlib.sha256(device.encode())
     for folder, patterns in folders:

@@ -52,6 +52,15 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkout_that_hides_the_installed_kernels_is_refused_with_the_remedy(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(pieces, "find_spec", lambda name: None)
+    assert gpu_check.main(["--device", "cpu", "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "`pip install -e .`" in said
+    assert "copy the folder benchmarks/" in said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"), [(["--pieces", "operators,speed"], "got speed"), (["--minutes", "0"], "must be more than 0")]
 )
