@@ -21,6 +21,8 @@ ESTIMATES = HERE / "estimates.json"
 """File with the seconds of each piece and each engine's start on an H100, and their source."""
 START = "start of "
 """Prefix of an engine's name in the estimates."""
+OF_OPERATORS = ["parts/observing/tracker", "parts/pruning/worker"]
+"""Folders of the package with the operators, and with all that pieces without vLLM run."""
 LIMIT_FACTOR, LEAST_LIMIT_S = 3, 60
 """Limit of a piece's time, as a multiple of its estimate, and the least limit in seconds."""
 
@@ -161,14 +163,19 @@ def kernels_folder() -> Path | None:
 
 
 def sources_of(name: str, device: str) -> str:
-    """A hash of the device and of all code that a piece runs. A piece with a new hash is run again."""
-    piece = PIECES[name]
-    parts = ["tracker"] if not piece.needs_vllm else ["."]
+    """A hash of the device and of all code that a piece runs. A piece with a new hash is run again.
+
+    Raises: FileNotFoundError for a folder of it that is not there.
+    """
     package = Path(find_spec("vllm_rollout").submodule_search_locations[0])
-    folders = [(HERE, ("*.py",)), (kernels_folder(), ("*.py",))]
-    folders += [(package / part, ("**/*.py",)) for part in parts]
+    parts = ["."] if PIECES[name].needs_vllm else OF_OPERATORS
+    folders = [(HERE, "*.py"), (kernels_folder(), "*.py"), *((package / part, "**/*.py") for part in parts)]
+    if device == "cpu":
+        folders.append((package, "_C*"))
     digest = hashlib.sha256(device.encode())
-    for folder, patterns in folders:
-        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+    for folder, pattern in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}, whose code {name} runs, is not there")
+        for path in sorted(folder.glob(pattern)):
             digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]

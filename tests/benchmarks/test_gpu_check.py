@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,6 +25,12 @@ from tests.support.waiting import WAIT_S, wait_until
 from vllm_rollout.parts.pruning.worker.operators import quality_head_reference
 
 ROOT = Path(__file__).parents[2]
+OF_OPERATORS = (
+    "parts/observing/tracker/dispatch.py",
+    "parts/pruning/worker/operators.py",
+    "kernels/quality_head.py",
+    "_C.abi3.so",
+)
 
 
 def test_every_piece_has_its_function_its_engines_and_its_estimate():
@@ -237,6 +244,33 @@ def test_other_sources_or_another_device_make_a_piece_run_again(run, monkeypatch
     monkeypatch.undo()
     assert pieces.sources_of("operators", "cpu") != pieces.sources_of("operators", "cuda")
     assert pieces.sources_of("operators", "cpu") != pieces.sources_of("runners", "cpu")
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """An installed package, whose files a test may change."""
+    for file in OF_OPERATORS:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
+    folders = {"vllm_rollout": tmp_path, "vllm_rollout.kernels": tmp_path / "kernels"}
+    found = {name: SimpleNamespace(submodule_search_locations=[str(folder)]) for name, folder in folders.items()}
+    monkeypatch.setattr(pieces, "find_spec", found.get)
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", OF_OPERATORS)
+def test_another_operator_makes_its_pieces_run_again(package, file):
+    before = [pieces.sources_of("operators", device) for device in ("cpu", "cuda")]
+    (package / file).write_text("# other")
+    on_cpu, on_cuda = (pieces.sources_of("operators", device) for device in ("cpu", "cuda"))
+    assert on_cpu != before[0]
+    assert (on_cuda != before[1]) == file.endswith(".py")
+
+
+def test_operators_in_another_folder_than_it_knows_are_an_error(package):
+    (package / "parts/observing/tracker").rename(package / "parts/observing/elsewhere")
+    with pytest.raises(FileNotFoundError, match="tracker, whose code operators runs"):
+        pieces.sources_of("operators", "cpu")
 
 
 @pytest.mark.thorough
