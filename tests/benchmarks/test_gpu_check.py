@@ -136,6 +136,36 @@ def test_nan_for_a_number_is_an_error():
     assert not kernels.error_of(lambda logits, rows: torch.full((4,), torch.nan), "token_confidence", arguments) <= 1
 
 
+def test_a_call_is_timed_while_the_host_is_ahead_with_a_cache_that_is_cleared_by_reading(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("record")
+
+        def elapsed_time(self, other):
+            return 2.0
+
+    class Cleared:
+        def __getattr__(self, name):
+            return lambda: done.append(name)
+
+    def sleep(cycles):
+        done.append("sleep")
+
+    def synchronize():
+        done.append("synchronize")
+
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: Cleared())
+    for name, fake in (("Event", Event), ("_sleep", sleep), ("synchronize", synchronize)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert kernels.seconds_of(lambda: done.append("call"), "cuda", repeats=2) == 2e-3
+    assert done == ["call"] * 3 + ["sum", "sleep", "record", "call", "record"] * 2 + ["synchronize"]
+
+
 # Leases, of pieces made here.
 
 
