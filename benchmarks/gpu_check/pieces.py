@@ -51,6 +51,11 @@ GRAPHS = {"max_num_seqs": 64, "compilation_config": WITHOUT_INDUCTOR, "kernel_co
 FLOAT32 = {"dtype": "float32"}
 TINY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1, "enable_prefix_caching": True}
 """`kv_cache_memory_bytes`: vLLM need not measure free memory, which fails while another engine starts."""
+TINY_GRAPHS = {
+    **TINY,
+    "max_num_seqs": 64,
+    "compilation_config": {**WITHOUT_INDUCTOR, "cudagraph_capture_sizes": [1, 8, 64]},
+}
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 LARGE = {
     "max_num_seqs": 256,
@@ -82,10 +87,10 @@ ENGINES: dict[str, Settings] = {
     "blocking": Settings(options={**EAGER, **TINY}, environment={"CUDA_LAUNCH_BLOCKING": "1"}),
     "not blocking": Settings(options={**EAGER, **TINY}),
     "sleeps": Settings(options={**EAGER, **FLOAT32, **TINY, "enable_sleep_mode": True}),
-    "sync check, ours": Settings(options=TINY, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
-    "sync check, stock": Settings("stock", options=TINY, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
-    "jit monitor, ours": Settings(options={**TINY, "jit_monitor_mode": "error"}),
-    "jit monitor, stock": Settings("stock", options={**TINY, "jit_monitor_mode": "error"}),
+    "sync check, ours": Settings(options=TINY_GRAPHS, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
+    "sync check, stock": Settings("stock", options=TINY_GRAPHS, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
+    "jit monitor, ours": Settings(options={**TINY_GRAPHS, "jit_monitor_mode": "error"}),
+    "jit monitor, stock": Settings("stock", options={**TINY_GRAPHS, "jit_monitor_mode": "error"}),
 }
 
 IN_SMALL = {

@@ -45,11 +45,21 @@ def test_every_piece_has_its_function_its_engines_and_its_estimate():
 
 
 def test_ours_and_stock_differ_in_nothing_that_is_measured():
-    for ours, stock in (("8B, ours", "8B, stock"), ("sync check, ours", "sync check, stock")):
+    for ours, stock in (
+        ("8B, ours", "8B, stock"),
+        ("sync check, ours", "sync check, stock"),
+        ("jit monitor, ours", "jit monitor, stock"),
+    ):
         assert (ENGINES[ours].options, ENGINES[ours].environment) == (
             ENGINES[stock].options,
             ENGINES[stock].environment,
         )
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_engine_starts_inductor(name):
+    options = ENGINES[name].options
+    assert options.get("enforce_eager") or options["compilation_config"]["mode"] == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without one")
