@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.gpu_check.engine import Settings
+from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS
 
 HERE = Path(__file__).parent
 ESTIMATES = HERE / "estimates.json"
@@ -67,6 +68,15 @@ LARGE = {
     "kernel_config": NO_WARM_UP,
 }
 """14 GiB of KV cache hold 100k tokens of Qwen3-8B: no piece here preempts."""
+DRAFTING = {
+    **LARGE,
+    "max_num_seqs": 64,
+    "compilation_config": {
+        **WITHOUT_INDUCTOR,
+        "cudagraph_capture_sizes": [(1 + MAX_DRAFT_TOKENS) * size for size in (1, 2, 4, 8, 16, 32, 64)],
+    },
+}
+"""A step verifies as many tokens for each sequence as there may be drafts, and one."""
 MOVING = {**LARGE, "max_num_seqs": 16, "max_model_len": 32_768, "kv_cache_memory_bytes": 8 << 30}
 
 ENGINES: dict[str, Settings] = {
@@ -80,7 +90,7 @@ ENGINES: dict[str, Settings] = {
     "bfloat16 to": Settings(options={**EAGER, **TINY, "dtype": "bfloat16"}),
     "8B, ours": Settings("rollout", "8b", LARGE),
     "8B, stock": Settings("stock", "8b", LARGE),
-    "8B, drafts": Settings("drafts", "8b", {**LARGE, "max_num_seqs": 64}, V1),
+    "8B, drafts": Settings("drafts", "8b", DRAFTING, V1),
     "8B, no drafts": Settings("rollout", "8b", {**LARGE, "max_num_seqs": 64}),
     "8B, from": Settings("rollout", "8b", MOVING),
     "8B, to": Settings("rollout", "8b", MOVING),

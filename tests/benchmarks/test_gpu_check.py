@@ -22,6 +22,7 @@ from benchmarks.gpu_check.models import Models
 from benchmarks.gpu_check.pieces import ENGINES, PIECES, START, Estimates
 from benchmarks.gpu_check.record import Record
 from tests.support.waiting import WAIT_S, wait_until
+from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS
 from vllm_rollout.parts.pruning.worker.operators import quality_head_reference
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,14 @@ def test_ours_and_stock_differ_in_nothing_that_is_measured():
 def test_no_engine_starts_inductor(name):
     options = ENGINES[name].options
     assert options.get("enforce_eager") or options["compilation_config"]["mode"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("8B")])
+def test_a_full_step_has_a_graph(name):
+    settings = ENGINES[name]
+    tokens_each = 1 + MAX_DRAFT_TOKENS if settings.kind == "drafts" else 1
+    sizes = settings.options["compilation_config"]["cudagraph_capture_sizes"]
+    assert max(sizes) >= settings.options["max_num_seqs"] * tokens_each
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without one")
