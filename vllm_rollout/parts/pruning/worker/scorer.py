@@ -76,8 +76,9 @@ class Scorer(RowsPart):
 
     def begin(self, slot: int, tag: CandidateTag, adapter: str) -> None:
         if (terms := TERMS.of(tag.terms.parts)) is not None:
-            lengths, final = terms.plan.scored_lengths, terms.plan.final_score
-            self.score(slot, lengths, num_before=tag.num_resumed, final=final, adapter=adapter)
+            plan = terms.plan
+            lengths = plan.detection_length, *plan.tried_lengths
+            self.score(slot, lengths, num_before=tag.num_resumed, final=plan.final_score, adapter=adapter)
 
     def score(
         self,
