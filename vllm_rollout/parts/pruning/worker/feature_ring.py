@@ -37,6 +37,7 @@ class FeatureRing:
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, max_bytes: int) -> None:
+        self.hidden_size = hidden_size
         self.capacity = max(1, max_bytes // (hidden_size * dtype.itemsize))
         self._states = torch.empty(self.capacity, hidden_size, dtype=dtype)  # pages are committed when written
         self._slots: OrderedDict[StateKey, int] = OrderedDict()
