@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.bench import Bench
+from vllm_rollout.parts.observing.tracker import dispatch
 from vllm_rollout.parts.observing.tracker.dispatch import OPERATORS, active_implementation
 from vllm_rollout.parts.observing.tracker.tracker import NUM_KEPT
 
@@ -71,10 +72,12 @@ class Inputs:
 
 
 def operators(bench: Bench) -> None:
-    wanted = "triton" if bench.device == "cuda" else "c++"
-    for operator in ("token_confidence", "update_confidence"):
-        implementation = active_implementation(bench.device, operator)
-        bench.check(f"{operator} is served by {wanted}", implementation.name == wanted, implementation.reason)
+    on_gpu = bench.device == "cuda"
+    wanted = "triton" if on_gpu else "c++"
+    for name, its in dispatch.operators().items():
+        if its.triton is not None if on_gpu else its.fake is not None:
+            implementation = active_implementation(bench.device, name)
+            bench.check(f"{name} is served by {wanted}", implementation.name == wanted, implementation.reason)
     furthest: dict[str, float] = {}
     for what, operator, arguments in cases(bench):
         found = error_of(active_implementation(bench.device, operator).compute, operator, arguments)

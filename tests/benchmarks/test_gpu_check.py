@@ -23,6 +23,7 @@ from benchmarks.gpu_check.pieces import ENGINES, PIECES, START, Estimates
 from benchmarks.gpu_check.record import Record
 from tests.support.waiting import WAIT_S, wait_until
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS
+from vllm_rollout.parts.observing.tracker.dispatch import Implementation
 from vllm_rollout.parts.pruning.worker.operators import quality_head_reference
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +154,21 @@ def test_an_error_of_1e_5_in_one_logit_is_found():
 def test_nan_for_a_number_is_an_error():
     arguments = kernels.Inputs("cpu", 0).token_confidence(4, 321, torch.float32)
     assert not kernels.error_of(lambda logits, rows: torch.full((4,), torch.nan), "token_confidence", arguments) <= 1
+
+
+@pytest.mark.parametrize(
+    ("device", "served"),
+    [("cuda", {"token_confidence", "update_confidence", "quality_head"}),
+     ("cpu", {"token_confidence", "update_confidence"})],
+)  # fmt: skip
+def test_an_operator_that_torch_serves_is_found(monkeypatch, device, served):
+    by_torch = Implementation("torch", "no compiler", quality_head_reference)
+    monkeypatch.setattr(kernels, "active_implementation", lambda device, name: by_torch)
+    monkeypatch.setattr(kernels, "cases", lambda bench: ())
+    checks = []
+    kernels.operators(SimpleNamespace(device=device, check=lambda *check: checks.append(check)))
+    assert {what.split()[0] for what, _, _ in checks} == served
+    assert all(not passed and reason == "no compiler" for _, passed, reason in checks)
 
 
 def test_a_call_is_timed_while_the_host_is_ahead_with_a_cache_that_is_cleared_by_reading(monkeypatch):
