@@ -8,8 +8,9 @@ Needs no network, no git and no compiler. All outputs are in --output:
   engines.log     output of the engines, of bounded size
   estimates.json  measured seconds of every piece on this machine
 
-Exit status: 0 when all pieces passed, 1 when one did not, 2 without a GPU. `--device cpu` rehearses every piece on a
-machine without a GPU, with small sizes. A rehearsal's numbers are no measurements.
+Exit status: 0 when all pieces passed, 1 when one did not, 2 without a GPU or the kernels.
+`--device cpu` rehearses every piece on a machine without a GPU, with small sizes. A rehearsal's numbers are no
+measurements.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.common import record_of_run, write_json
 from benchmarks.gpu_check.lease import CudaTouched, Lease, measured_estimates, say
-from benchmarks.gpu_check.pieces import PIECES, Estimates
+from benchmarks.gpu_check.pieces import PIECES, Estimates, kernels_folder
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.summary import summary
 from vllm_rollout.doctor.machine import listed_gpus
@@ -33,6 +34,10 @@ from vllm_rollout.process import exit_on_sigterm, runs_on_cpu
 
 IMPORT_EVERYWHERE = "VLLM_ROLLOUT_GPU_CHECK_IMPORTS"
 """Set when importing vLLM in the parent has touched CUDA."""
+NO_KERNELS = (
+    "gpu_check needs vllm_rollout.kernels, and this checkout is not installed: run `pip install -e .` here. To check "
+    "an installed wheel, copy the folder benchmarks/ into an empty folder and call gpu_check there."
+)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -97,6 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if chosen.device == "cuda" and (reason := why_no_gpu()) is not None:
         print(f"gpu_check needs a GPU: {reason}. `--device cpu` rehearses it without one.", file=sys.stderr)
+        return 2
+    if kernels_folder() is None:
+        print(NO_KERNELS, file=sys.stderr)
         return 2
     prepare_environment()
     exit_on_sigterm()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.bench import Bench
+from vllm_rollout.parts.observing.tracker import dispatch
 from vllm_rollout.parts.observing.tracker.dispatch import OPERATORS, active_implementation
 from vllm_rollout.parts.observing.tracker.tracker import NUM_KEPT
 
@@ -30,6 +31,8 @@ ROWS = (1, 8, 16, 64, 128, 256, 512, 1024)
 NUM_HIDDEN = 128
 MAX_LEN = 512
 """Length of a trace, in tokens."""
+HEAD_START_CYCLES = 1_000_000
+"""Cycles of the device in which the host launches a call: 0.5 ms."""
 PEAK = 30.0
 """Logit of a token that has nearly all of the probability."""
 
@@ -69,10 +72,12 @@ class Inputs:
 
 
 def operators(bench: Bench) -> None:
-    wanted = "triton" if bench.device == "cuda" else "c++"
-    for operator in ("token_confidence", "update_confidence"):
-        implementation = active_implementation(bench.device, operator)
-        bench.check(f"{operator} is served by {wanted}", implementation.name == wanted, implementation.reason)
+    on_gpu = bench.device == "cuda"
+    wanted = "triton" if on_gpu else "c++"
+    for name, its in dispatch.operators().items():
+        if its.triton is not None if on_gpu else its.fake is not None:
+            implementation = active_implementation(bench.device, name)
+            bench.check(f"{name} is served by {wanted}", implementation.name == wanted, implementation.reason)
     furthest: dict[str, float] = {}
     for what, operator, arguments in cases(bench):
         found = error_of(active_implementation(bench.device, operator).compute, operator, arguments)
@@ -218,7 +223,10 @@ def peak_bytes_per_s(bench: Bench) -> float:
 
 
 def seconds_of(call: Callable[[], Any], device: str, repeats: int = 50) -> float:
-    """Median seconds of single calls. On a GPU between events, with the cache cleared by another tensor before each."""
+    """Median seconds of single calls. On a GPU between events, with the cache cleared by another tensor before each.
+
+    The device sleeps before each, while the host launches: otherwise the time of the launch would be measured.
+    """
     if device == "cpu":
         times = []
         for _ in range(5):
@@ -228,10 +236,11 @@ def seconds_of(call: Callable[[], Any], device: str, repeats: int = 50) -> float
         return statistics.median(times)
     for _ in range(3):
         call()
-    flush = torch.empty(2**26, dtype=torch.float32, device=device)
+    flush = torch.zeros(2**26, dtype=torch.float32, device=device)
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
     for before, after in events:
-        flush.zero_()
+        flush.sum()  # a write would leave lines that the call has to write back
+        torch.cuda._sleep(HEAD_START_CYCLES)
         before.record()
         call()
         after.record()

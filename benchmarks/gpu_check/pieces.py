@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.gpu_check.engine import Settings
+from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS
 
 HERE = Path(__file__).parent
 ESTIMATES = HERE / "estimates.json"
 """File with the seconds of each piece and each engine's start on an H100, and their source."""
 START = "start of "
 """Prefix of an engine's name in the estimates."""
+OF_OPERATORS = ["parts/observing/tracker", "parts/pruning/worker"]
+"""Folders of the package with the operators, and with all that pieces without vLLM run."""
 LIMIT_FACTOR, LEAST_LIMIT_S = 3, 60
 """Limit of a piece's time, as a multiple of its estimate, and the least limit in seconds."""
 
@@ -49,6 +52,11 @@ GRAPHS = {"max_num_seqs": 64, "compilation_config": WITHOUT_INDUCTOR, "kernel_co
 FLOAT32 = {"dtype": "float32"}
 TINY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1, "enable_prefix_caching": True}
 """`kv_cache_memory_bytes`: vLLM need not measure free memory, which fails while another engine starts."""
+TINY_GRAPHS = {
+    **TINY,
+    "max_num_seqs": 64,
+    "compilation_config": {**WITHOUT_INDUCTOR, "cudagraph_capture_sizes": [1, 8, 64]},
+}
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 LARGE = {
     "max_num_seqs": 256,
@@ -60,6 +68,15 @@ LARGE = {
     "kernel_config": NO_WARM_UP,
 }
 """14 GiB of KV cache hold 100k tokens of Qwen3-8B: no piece here preempts."""
+DRAFTING = {
+    **LARGE,
+    "max_num_seqs": 64,
+    "compilation_config": {
+        **WITHOUT_INDUCTOR,
+        "cudagraph_capture_sizes": [(1 + MAX_DRAFT_TOKENS) * size for size in (1, 2, 4, 8, 16, 32, 64)],
+    },
+}
+"""A step verifies as many tokens for each sequence as there may be drafts, and one."""
 MOVING = {**LARGE, "max_num_seqs": 16, "max_model_len": 32_768, "kv_cache_memory_bytes": 8 << 30}
 
 ENGINES: dict[str, Settings] = {
@@ -73,17 +90,17 @@ ENGINES: dict[str, Settings] = {
     "bfloat16 to": Settings(options={**EAGER, **TINY, "dtype": "bfloat16"}),
     "8B, ours": Settings("rollout", "8b", LARGE),
     "8B, stock": Settings("stock", "8b", LARGE),
-    "8B, drafts": Settings("drafts", "8b", {**LARGE, "max_num_seqs": 64}, V1),
+    "8B, drafts": Settings("drafts", "8b", DRAFTING, V1),
     "8B, no drafts": Settings("rollout", "8b", {**LARGE, "max_num_seqs": 64}),
     "8B, from": Settings("rollout", "8b", MOVING),
     "8B, to": Settings("rollout", "8b", MOVING),
     "blocking": Settings(options={**EAGER, **TINY}, environment={"CUDA_LAUNCH_BLOCKING": "1"}),
     "not blocking": Settings(options={**EAGER, **TINY}),
     "sleeps": Settings(options={**EAGER, **FLOAT32, **TINY, "enable_sleep_mode": True}),
-    "sync check, ours": Settings(options=TINY, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
-    "sync check, stock": Settings("stock", options=TINY, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
-    "jit monitor, ours": Settings(options={**TINY, "jit_monitor_mode": "error"}),
-    "jit monitor, stock": Settings("stock", options={**TINY, "jit_monitor_mode": "error"}),
+    "sync check, ours": Settings(options=TINY_GRAPHS, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
+    "sync check, stock": Settings("stock", options=TINY_GRAPHS, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
+    "jit monitor, ours": Settings(options={**TINY_GRAPHS, "jit_monitor_mode": "error"}),
+    "jit monitor, stock": Settings("stock", options={**TINY_GRAPHS, "jit_monitor_mode": "error"}),
 }
 
 IN_SMALL = {
@@ -154,16 +171,26 @@ class Estimates(NamedTuple):
         return max(LEAST_LIMIT_S, LIMIT_FACTOR * self.piece(name))
 
 
+def kernels_folder() -> Path | None:
+    """The folder of the Triton kernels. None where a checkout that is not installed hides the installed package."""
+    spec = find_spec("vllm_rollout.kernels")
+    return None if spec is None else Path(spec.submodule_search_locations[0])
+
+
 def sources_of(name: str, device: str) -> str:
-    """A hash of the device and of all code that a piece runs. A piece with a new hash is run again."""
-    piece = PIECES[name]
-    parts = ["tracker"] if not piece.needs_vllm else ["."]
+    """A hash of the device and of all code that a piece runs. A piece with a new hash is run again.
+
+    Raises: FileNotFoundError for a folder of it that is not there.
+    """
     package = Path(find_spec("vllm_rollout").submodule_search_locations[0])
-    kernels = Path(find_spec("vllm_rollout.kernels").submodule_search_locations[0])
-    folders = [(HERE, ("*.py",)), (kernels, ("*.py",))]
-    folders += [(package / part, ("**/*.py",)) for part in parts]
+    parts = ["."] if PIECES[name].needs_vllm else OF_OPERATORS
+    folders = [(HERE, "*.py"), (kernels_folder(), "*.py"), *((package / part, "**/*.py") for part in parts)]
+    if device == "cpu":
+        folders.append((package, "_C*"))
     digest = hashlib.sha256(device.encode())
-    for folder, patterns in folders:
-        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+    for folder, pattern in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}, whose code {name} runs, is not there")
+        for path in sorted(folder.glob(pattern)):
             digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,9 +22,17 @@ from benchmarks.gpu_check.models import Models
 from benchmarks.gpu_check.pieces import ENGINES, PIECES, START, Estimates
 from benchmarks.gpu_check.record import Record
 from tests.support.waiting import WAIT_S, wait_until
+from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS
+from vllm_rollout.parts.observing.tracker.dispatch import Implementation
 from vllm_rollout.parts.pruning.worker.operators import quality_head_reference
 
 ROOT = Path(__file__).parents[2]
+OF_OPERATORS = (
+    "parts/observing/tracker/dispatch.py",
+    "parts/pruning/worker/operators.py",
+    "kernels/quality_head.py",
+    "_C.abi3.so",
+)
 
 
 def test_every_piece_has_its_function_its_engines_and_its_estimate():
@@ -38,17 +47,44 @@ def test_every_piece_has_its_function_its_engines_and_its_estimate():
 
 
 def test_ours_and_stock_differ_in_nothing_that_is_measured():
-    for ours, stock in (("8B, ours", "8B, stock"), ("sync check, ours", "sync check, stock")):
+    for ours, stock in (
+        ("8B, ours", "8B, stock"),
+        ("sync check, ours", "sync check, stock"),
+        ("jit monitor, ours", "jit monitor, stock"),
+    ):
         assert (ENGINES[ours].options, ENGINES[ours].environment) == (
             ENGINES[stock].options,
             ENGINES[stock].environment,
         )
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_engine_starts_inductor(name):
+    options = ENGINES[name].options
+    assert options.get("enforce_eager") or options["compilation_config"]["mode"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("8B")])
+def test_a_full_step_has_a_graph(name):
+    settings = ENGINES[name]
+    tokens_each = 1 + MAX_DRAFT_TOKENS if settings.kind == "drafts" else 1
+    sizes = settings.options["compilation_config"]["cudagraph_capture_sizes"]
+    assert max(sizes) >= settings.options["max_num_seqs"] * tokens_each
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without one")
 def test_without_a_gpu_it_says_so_and_ends_with_2(capsys, tmp_path):
     assert gpu_check.main(["--output", str(tmp_path / "out")]) == 2
     assert "gpu_check needs a GPU: nvidia-smi" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkout_that_hides_the_installed_kernels_is_refused_with_the_remedy(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(pieces, "find_spec", lambda name: None)
+    assert gpu_check.main(["--device", "cpu", "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "`pip install -e .`" in said
+    assert "copy the folder benchmarks/" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -118,6 +154,51 @@ def test_an_error_of_1e_5_in_one_logit_is_found():
 def test_nan_for_a_number_is_an_error():
     arguments = kernels.Inputs("cpu", 0).token_confidence(4, 321, torch.float32)
     assert not kernels.error_of(lambda logits, rows: torch.full((4,), torch.nan), "token_confidence", arguments) <= 1
+
+
+@pytest.mark.parametrize(
+    ("device", "served"),
+    [("cuda", {"token_confidence", "update_confidence", "quality_head"}),
+     ("cpu", {"token_confidence", "update_confidence"})],
+)  # fmt: skip
+def test_an_operator_that_torch_serves_is_found(monkeypatch, device, served):
+    by_torch = Implementation("torch", "no compiler", quality_head_reference)
+    monkeypatch.setattr(kernels, "active_implementation", lambda device, name: by_torch)
+    monkeypatch.setattr(kernels, "cases", lambda bench: ())
+    checks = []
+    kernels.operators(SimpleNamespace(device=device, check=lambda *check: checks.append(check)))
+    assert {what.split()[0] for what, _, _ in checks} == served
+    assert all(not passed and reason == "no compiler" for _, passed, reason in checks)
+
+
+def test_a_call_is_timed_while_the_host_is_ahead_with_a_cache_that_is_cleared_by_reading(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("record")
+
+        def elapsed_time(self, other):
+            return 2.0
+
+    class Cleared:
+        def __getattr__(self, name):
+            return lambda: done.append(name)
+
+    def sleep(cycles):
+        done.append("sleep")
+
+    def synchronize():
+        done.append("synchronize")
+
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: Cleared())
+    for name, fake in (("Event", Event), ("_sleep", sleep), ("synchronize", synchronize)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert kernels.seconds_of(lambda: done.append("call"), "cuda", repeats=2) == 2e-3
+    assert done == ["call"] * 3 + ["sum", "sleep", "record", "call", "record"] * 2 + ["synchronize"]
 
 
 # Leases, of pieces made here.
@@ -228,6 +309,33 @@ def test_other_sources_or_another_device_make_a_piece_run_again(run, monkeypatch
     monkeypatch.undo()
     assert pieces.sources_of("operators", "cpu") != pieces.sources_of("operators", "cuda")
     assert pieces.sources_of("operators", "cpu") != pieces.sources_of("runners", "cpu")
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """An installed package, whose files a test may change."""
+    for file in OF_OPERATORS:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
+    folders = {"vllm_rollout": tmp_path, "vllm_rollout.kernels": tmp_path / "kernels"}
+    found = {name: SimpleNamespace(submodule_search_locations=[str(folder)]) for name, folder in folders.items()}
+    monkeypatch.setattr(pieces, "find_spec", found.get)
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", OF_OPERATORS)
+def test_another_operator_makes_its_pieces_run_again(package, file):
+    before = [pieces.sources_of("operators", device) for device in ("cpu", "cuda")]
+    (package / file).write_text("# other")
+    on_cpu, on_cuda = (pieces.sources_of("operators", device) for device in ("cpu", "cuda"))
+    assert on_cpu != before[0]
+    assert (on_cuda != before[1]) == file.endswith(".py")
+
+
+def test_operators_in_another_folder_than_it_knows_are_an_error(package):
+    (package / "parts/observing/tracker").rename(package / "parts/observing/elsewhere")
+    with pytest.raises(FileNotFoundError, match="tracker, whose code operators runs"):
+        pieces.sources_of("operators", "cpu")
 
 
 @pytest.mark.thorough

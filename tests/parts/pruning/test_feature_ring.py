@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.parts.observing.test_launches import Watch
 from tests.support.waiting import WAIT_S
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 
@@ -67,6 +68,27 @@ def test_states_are_copies_in_the_dtype_of_the_model():
     r.put(["b"], states)
     assert features.dtype == torch.bfloat16
     assert features.tolist() == [[1.0] * HIDDEN_SIZE]
+
+
+def test_however_many_states_are_put_in_one_copy():
+    launched = []
+    for num in (1, 40):
+        r, states = ring(100), torch.ones(num, HIDDEN_SIZE)
+        with Watch() as watch:
+            r.put([f"r{number}" for number in range(num)], states)
+        launched.append(watch.launched)
+        assert len(r) == num
+    assert launched[1].total() <= launched[0].total()
+
+
+def test_states_of_another_width_leave_no_key_and_take_no_place():
+    r = ring(2)
+    put(r, 1)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="must have 4 numbers each, got 3"):
+            r.put(["a"], torch.ones(1, HIDDEN_SIZE - 1))
+    put(r, 2)
+    assert r.take(["a", "r1", "r2"])[1] == [1, 2]
 
 
 def test_states_put_in_inference_mode_can_be_taken_and_trained_on_outside():

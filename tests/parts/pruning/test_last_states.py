@@ -1,11 +1,14 @@
 """The last hidden states of candidates, and what the scorer makes of several detection lengths and of ends."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.kernel.wire import nothing_seen
 from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.last_states import LastStates
@@ -166,6 +169,32 @@ def test_a_reward_that_comes_before_the_worker_knows_of_the_end_finds_its_state(
     assert torch.equal(features, torch.stack([steps.states["a", 3], steps.states["b", 2]]))
     assert heads.take_features(keys)[1] == []
     assert len(heads._ring) == 0, "what else may have been the last one is dropped"
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1, 3])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_reward_that_comes_before_or_after_the_report_of_an_end_finds_its_state(num_in_flight, is_read):
+    steps = Steps(num_in_flight)
+    ring = FeatureRing(HIDDEN_SIZE, torch.float32, 4096)
+    heads = QualityHeads(steps.tracker.scorer, ring, hidden_size=HIDDEN_SIZE, model="m", device=CPU)
+    for id in "abc":
+        steps.add(id, 9)
+    steps.step(a=1, b=1, c=1)
+    steps.tracker.discard("a")
+    steps.tracker.discard("b")
+    steps.step(c=2)
+    report = replace(steps.tracker.scored, ring=ring)  # of the step, which may be read when the next ones have begun
+    for number in range(3, 3 + num_in_flight):
+        steps.step(c=number)
+    if is_read:
+        report.add_to(nothing_seen(1))
+    for id in "ab":
+        features, found = heads.take_features([StateKey(id, 1, True)])
+        assert found == [0]
+        assert torch.equal(features[0], steps.states[id, 1])
+    if not is_read:
+        report.add_to(nothing_seen(1))
+    assert len(ring) == 0, "nothing waits for a reward that has come"
 
 
 def test_a_ring_of_states_grows_with_the_tracker():

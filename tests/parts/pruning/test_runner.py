@@ -125,7 +125,7 @@ def test_warming_up_calls_every_operator_for_whatever_the_model_makes(monkeypatc
     places |= {"quality_head": scorer_module, "windowed_confidence": scorer_module}
     for name, module in places.items():
         monkeypatch.setattr(module, name, called(name, getattr(module, name), calls))
-    parts = ScoringTracker(torch.device("cpu")).parts
+    parts = ScoringTracker(torch.device("cpu"), ring=new_ring()).parts
     warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype), parts)
     assert {name for name, _ in calls} == places.keys()
     assert {tensors[0].dtype for name, tensors in calls if name in ("token_confidence", "quality_head")} == {dtype}
@@ -174,3 +174,16 @@ def test_an_exception_on_the_way_to_the_scheduler_fails_who_was_seen(new_runner,
     new = (new_request("a", 3, 1), new_request("b", 3, 1, tagged=False))
     _, report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
     assert list(report.failed) == ["a"]
+
+
+def test_a_model_whose_last_states_are_narrower_than_it_says_refuses_pruning_alone(new_runner):
+    """Such as OPT-350m, which projects its states."""
+    runner = new_runner(FeatureRing(2 * HIDDEN_SIZE, torch.float32, 1 << 12))
+    runner.model = SimpleNamespace(compute_logits=lambda hidden: torch.zeros(len(hidden), VOCAB_SIZE))
+    runner._dummy_sampler_run(torch.ones(2, HIDDEN_SIZE))
+    _, report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], (new_request("a", 3, 2), new_request("b", 3, None)))
+    assert list(report.failed) == ["a"]
+    assert (
+        "its last hidden states have 4 numbers, and its configuration says 8. Leave pruning out." in report.failed["a"]
+    )
+    assert np.isfinite(report.confidence[0, 0]).tolist() == [False, True]

@@ -20,8 +20,13 @@ from tests.parts.observing.test_verified import (
     stepwise,
 )
 from tests.parts.pruning.scoring import ScoringTracker
+from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import BASE_MODEL
-from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.observing.tracker.verified import VerifiedDrafts
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, PruningPlan
+from vllm_rollout.parts.pruning.rules.step import TERMS
+from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
@@ -76,3 +81,20 @@ def test_scores_do_not_depend_on_drafts(steps):
         if key in expected.states:
             assert torch.equal(state, expected.states[key])
     assert {StateKey(id, NUM_TOKENS, at_end=True) for id in "ab"} <= seen.states.keys()
+
+
+def test_a_step_over_several_lengths_scores_a_candidate_at_its_own():
+    """As `Scorer.begin` has them from the plan, whose lengths on trial may be the shorter ones."""
+    tracker = ScoringTracker(torch.device("cpu"), 4, num_in_flight=4)
+    plan = PruningPlan(6, mode="shadow", trial_lengths=(3, 5))
+    tag = CandidateTag("g", 0, GroupTerms(1, 1, parts=TERMS.value(PruningTerms(plan))), 1)
+    tracker.scorer.begin(tracker.add("a", NUM_PROMPT), tag, BASE_MODEL)
+    due = []
+    for num_computed, verified in ((0, None), (1, None), (2, None), (3, VerifiedDrafts(np.array([3]), np.array([4])))):
+        num_rows = 1 if verified is None else 4
+        tracker.start_step()
+        tracker.see_hidden_states(torch.zeros(num_rows, HIDDEN_SIZE))
+        reached, unfinished = np.array([NUM_PROMPT + num_computed]), np.zeros(1, dtype=bool)
+        tracker.observe(["a"], torch.zeros(num_rows, 11), reached, unfinished, verified)
+        due.append(tracker.scored.due and tracker.scored.due.lengths)
+    assert due == [None, None, [3], [6]]

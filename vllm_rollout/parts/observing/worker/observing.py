@@ -30,6 +30,8 @@ class Observing:
         self.faults = faults
         self.says_not_finite = True
         """True until the first logits of the current weights that are not finite have been logged."""
+        self.refusal: str | None = None
+        """Reason why nobody is observed. None: candidates are."""
         self._tracker = tracker
         self._failed: dict[str, str] = {}
         """Reasons by id of requests that cannot be observed any more, until the next report."""
@@ -46,12 +48,24 @@ class Observing:
         return True
 
     def begin(self, request_id: str, request: NewRequestData | EngineCoreRequest) -> None:
-        """Observe a new request, if it is a candidate."""
+        """Observe a new request, if it is a candidate. While nobody is observed, one that a part must observe fails."""
         try:
-            _begin(self._tracker, request_id, request)
+            if (tag := _tag_of(request)) is None:
+                return
+            is_needed = any(part.observes(tag) for part in self._tracker.parts)
+            if self.refusal is not None:
+                if is_needed:
+                    self._failed[request_id] = self.refusal
+            elif is_needed or tag.observed:
+                _begin(self._tracker, request_id, request, tag)
         except Exception as error:
             self.failed([request_id], error)
             self._tracker.discard(request_id)
+
+    def stop(self, error: Exception) -> None:
+        """Observe nobody from now on, because of an error before the first step."""
+        self.refusal = self.faults.caught("warming up", error)
+        logger.error("vllm_rollout: candidates have no confidence from now on, and those that are to be scored fail")
 
     def failed(self, request_ids: Sequence[str], error: Exception) -> None:
         self._failed |= dict.fromkeys(request_ids, self.faults.caught("observing", error))
@@ -74,12 +88,14 @@ class Observing:
         return failed
 
 
-def _begin(tracker: CandidateTracker, request_id: str, request: NewRequestData | EngineCoreRequest) -> None:
+def _tag_of(request: NewRequestData | EngineCoreRequest) -> CandidateTag | None:
     params = request.sampling_params
-    if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
-        return
-    if not (tag.observed or any(part.observes(tag) for part in tracker.parts)):
-        return
+    return None if params is None else CandidateTag.of(params.extra_args)
+
+
+def _begin(
+    tracker: CandidateTracker, request_id: str, request: NewRequestData | EngineCoreRequest, tag: CandidateTag
+) -> None:
     slot = tracker.add(request_id, _num_prompt_tokens(request))
     if slot is not None:
         for part in tracker.parts:

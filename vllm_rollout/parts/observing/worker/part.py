@@ -30,7 +30,8 @@ class ObservingWorker(WorkerPart):
         if self._runner.observes:
             self._runner.candidate_tracker.discard(request.request_id)
             self._runner.observing.begin(request.request_id, request)
-            self._runner.candidate_tracker.restore(request.request_id, data)
+            if self._runner.candidate_tracker.slot_of(request.request_id) is not None:
+                self._runner.candidate_tracker.restore(request.request_id, data)
 
     def new_weights(self) -> None:
         self._runner.observing.says_not_finite = True

@@ -162,8 +162,11 @@ class ObservingMixin:
         # On every rank, since its parts are gathered, and of all rows: vLLM's LoRA kernels write into as many as the
         # dummy step had.
         logits = self.model.compute_logits(hidden_states)
-        if logits is not None and self.observes:
-            warm_up(logits, hidden_states, self.candidate_tracker.parts)
+        if logits is not None and self.observes and self.observing.refusal is None:
+            try:
+                warm_up(logits, hidden_states, self.candidate_tracker.parts)
+            except Exception as error:
+                self.observing.stop(error)
         return result
 
 

@@ -37,6 +37,7 @@ class FeatureRing:
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, max_bytes: int) -> None:
+        self.hidden_size = hidden_size
         self.capacity = max(1, max_bytes // (hidden_size * dtype.itemsize))
         self._states = torch.empty(self.capacity, hidden_size, dtype=dtype)  # pages are committed when written
         self._slots: OrderedDict[StateKey, int] = OrderedDict()
@@ -52,13 +53,21 @@ class FeatureRing:
         return len(self._slots)
 
     def put(self, keys: Sequence[StateKey], states: torch.Tensor) -> None:
-        """Keep `states` [num_states, hidden_size]; where there is one already the first is kept."""
+        """Keep `states` [num_states, hidden_size], in one copy; where there is one already the first is kept.
+
+        Raises: ValueError for states of another width.
+        """
+        if states.shape[1] != self.hidden_size:
+            raise ValueError(f"states must have {self.hidden_size} numbers each, got {states.shape[1]}")
         with self._lock:
+            rows: dict[int, int] = {}
             for row, key in enumerate(keys):
-                if key in self._slots:
-                    continue
-                self._slots[key] = slot = self._next_slot()
-                self._states[slot] = states[row]
+                if key not in self._slots:
+                    self._slots[key] = slot = self._next_slot()
+                    rows[slot] = row  # the last one, where there are more new states than places
+            if rows:
+                slots, its = torch.tensor([[*rows], [*rows.values()]])
+                self._states[slots] = states[its].to(self._states.dtype)
 
     def take(self, keys: Sequence[StateKey]) -> tuple[torch.Tensor, list[int]]:
         """The states that are still there, [num_found, hidden_size], and their positions in `keys`."""

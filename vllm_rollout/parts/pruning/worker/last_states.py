@@ -9,6 +9,8 @@ device.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +26,7 @@ class EndedStates:
     """The last states of candidates that have ended."""
 
     keys: list[StateKey]
+    """Cleared when the states have been put into the ring."""
     states: torch.Tensor
     """[num_states, hidden_size]."""
 
@@ -44,6 +47,8 @@ class LastStates:
         self._newest = np.full(capacity, NONE_YET, dtype=np.int64)
         """Positions of the first and the newest token seen in each slot."""
         self._ended: list[tuple[StateKey, torch.Tensor]] = []
+        self._under_way: deque[EndedStates] = deque(maxlen=num_kept + 1)
+        """What `take_ended` gave to the reports of the newest steps, which may not have been read yet."""
 
     def begin(self, slot: int) -> None:
         """Reuse the slot for another candidate."""
@@ -82,7 +87,28 @@ class LastStates:
         return bool(self._ended)
 
     def take_ended(self) -> EndedStates | None:
-        """States of candidates that ended since the last call, or None."""
+        """States of candidates that ended since the last call, or None. They are for the report of a step."""
+        ended = self._take()
+        if ended is not None:
+            self._under_way.append(ended)
+        return ended
+
+    def take_unread(self, request_ids: Collection[str]) -> EndedStates | None:
+        """As `take_ended`, and those of these requests whose report has not been read. The report puts them nowhere
+        then."""
+        late = [ended for ended in self._under_way if any(key.request_id in request_ids for key in ended.keys)]
+        if (new := self._take()) is not None:
+            late.append(new)
+        keys: list[StateKey] = []
+        states: list[torch.Tensor] = []
+        for ended in late:
+            if its := list(ended.keys):  # a report that is read by another thread clears them
+                keys += its
+                states.append(ended.states)
+                ended.keys.clear()
+        return EndedStates(keys, torch.cat(states)) if keys else None
+
+    def _take(self) -> EndedStates | None:
         if not self._ended:
             return None
         ended, self._ended = self._ended, []

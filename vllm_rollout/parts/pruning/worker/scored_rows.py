@@ -66,4 +66,5 @@ class ScoredRows:
             scores = scores._replace(last=last._replace(logits=last.logits.numpy()))
         if (ended := self.ended) is not None:
             self.ring.put(ended.keys, ended.states)
+            ended.keys.clear()
         return scores.added_to(report)

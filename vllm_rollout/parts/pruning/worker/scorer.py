@@ -63,6 +63,8 @@ class Scorer(RowsPart):
         """Slots and positions of the tokens of the step before."""
         self._due_now, self._sees_last = _NONE, False
         """Tokens of this step that are due, and if some may be last ones: between `choose` and `see_rows`."""
+        self._refusal: str | None = None
+        """Reason why no candidate can be scored."""
         self.heads: dict[HeadKey, PublishedHead] = {}
         """An entry is replaced whole."""
 
@@ -76,8 +78,11 @@ class Scorer(RowsPart):
 
     def begin(self, slot: int, tag: CandidateTag, adapter: str) -> None:
         if (terms := TERMS.of(tag.terms.parts)) is not None:
-            lengths, final = terms.plan.scored_lengths, terms.plan.final_score
-            self.score(slot, lengths, num_before=tag.num_resumed, final=final, adapter=adapter)
+            if self._refusal is not None:
+                raise ValueError(self._refusal)
+            plan = terms.plan
+            lengths = plan.detection_length, *plan.tried_lengths
+            self.score(slot, lengths, num_before=tag.num_resumed, final=plan.final_score, adapter=adapter)
 
     def score(
         self,
@@ -146,6 +151,12 @@ class Scorer(RowsPart):
         return ScoredRows(self._ring, due, last, self._last_states.take_ended())
 
     def warm_up(self, logits: torch.Tensor, hidden: torch.Tensor) -> None:
+        if hidden.shape[1] != self._ring.hidden_size:
+            self._refusal = (
+                f"pruning does not work with this model: its last hidden states have {hidden.shape[1]} numbers, and "
+                f"its configuration says {self._ring.hidden_size}. Leave pruning out."
+            )
+            return
         one = torch.ones(1, dtype=torch.int64, device=hidden.device)
         windowed_confidence(torch.zeros(1, 1, device=hidden.device), one, CONFIDENCE_WINDOW_TOKENS)
         weights = [torch.zeros(shape, device=hidden.device) for shape in head_shapes(hidden.shape[1])]
@@ -153,14 +164,14 @@ class Scorer(RowsPart):
             quality_head(hidden, torch.zeros(num_due, dtype=torch.int64, device=hidden.device), *weights)
 
     def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
-        """States of candidates that have ended, and of these even if nobody has said so here yet. Waits for the
-        device."""
+        """States of candidates that have ended, and of these even if nobody has said so here yet, or if the report
+        that has their states is not read yet. Waits for the device."""
         for request_id in request_ids:
             slot = self._tracker.slot_of(request_id)
             if slot is not None and self._is_final[slot]:
                 self._last_states.end(slot, request_id)
                 self._is_final[slot] = False
-        ended = self._last_states.take_ended()
+        ended = self._last_states.take_unread({*request_ids})
         return None if ended is None else replace(ended, states=ended.states.cpu())
 
     def _see_last(self, rows: SeenRows) -> LastLogits | None:
