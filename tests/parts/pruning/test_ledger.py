@@ -40,9 +40,11 @@ def test_a_reward_is_accepted_with_its_entry_of_what_is_scored_and_has_finished(
     ledger = Ledger()
     entry = (finished if is_scored else opened)(ledger, "r", "p", 3)
     entry.state = state
-    is_accepted = expected == "accepted"
-    assert ledger.reward("r", "p", 3, 0.25) == (expected, entry if is_accepted else None)
-    assert (entry.reward, entry.request_id) == (0.25 if is_accepted else None, "r-p-3")
+    counts = expected != "unfinished"
+    assert ledger.reward("r", "p", 3, 0.25) == (expected, entry if counts else None)
+    assert (entry.reward, entry.request_id) == (0.25 if counts else None, "r-p-3")
+    if expected == "unscored":
+        assert ledger.reward("r", "p", 3, 0.25) == ("unscored", None)
     entry.state = "finished"
     assert status(ledger, "r", "p", 3, 0.0) == {"accepted": "conflict", "unfinished": "accepted"}.get(
         expected, expected

@@ -136,7 +136,7 @@ EXPLANATIONS: dict[RewardStatus, str | None] = {
     "conflict": "another reward was posted before, and stays",
     "unknown": "no such candidate in this rollout, or one that was forgotten; check prompt_id and index",
     "unfinished": "it is still running, or was stopped (pruned, surplus, failed): no reward is expected",
-    "unscored": "it ended before detection_length: there is nothing to learn from",
+    "unscored": "it ended before detection_length: only the success of its prompt is learned",
 }
 UNKNOWN_NAME = (
     "no candidate is known by that name: its request had no rollout_detection_length, another rollout_namespace than "

@@ -34,7 +34,8 @@ class Label:
     """Name of its features in the worker."""
     prompt_id: str
     observation: Observation | None
-    """None: it ended before `detection_length`, and has scores at other lengths only. Then `assessment` is None too."""
+    """None: it ended before `detection_length`, and has no scores or those at other lengths. Then `assessment` is None
+    too."""
     assessment: Assessment | None
     num_tokens: int
     positive: bool
@@ -224,7 +225,7 @@ class Judge:
         for prompt_id, index, reward, positive in rewards:
             status, entry = self.ledger.reward(rollout_id, prompt_id, index, reward)
             statuses.append(status)
-            if entry is not None:
+            if entry is not None and (entry.is_scored or entry.prompt_key):
                 labels.append(_label(rollout_id, entry, positive))
         self.learn(labels)
         return detection_length, statuses, labels
@@ -232,9 +233,10 @@ class Judge:
     def learn(self, labels: Sequence[Label]) -> None:
         """Update calibration, the prompts' success rates, and the statistics of the report."""
         for label in labels:
-            memory, learning = self._at(label.key)
+            # A label without scores takes no place of a detection length.
+            memory, learning = self._at(label.key) if label.scores else (self.memory_of(label.adapter), None)
             rewarded = {length: self._learn_at(length, label, *seen) for length, seen in label.scores.items()}
-            if memory is not None and label.tried_lengths:
+            if memory is not None and label.tried_lengths and label.scores:
                 memory.tried.append(
                     TriedCandidate(
                         label.tried_lengths,

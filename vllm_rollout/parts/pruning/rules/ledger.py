@@ -231,7 +231,7 @@ class Ledger:
     def reward(
         self, rollout_id: str, prompt_id: str, index: int, reward: float
     ) -> tuple[RewardStatus, LedgerEntry | None]:
-        """Record a posted reward. The entry is returned with status `accepted` only."""
+        """Record a posted reward. The entry is returned with the first reward of a finished candidate only."""
         rollout = self._rollouts.get(rollout_id)
         entry = None if rollout is None else rollout.get((kept_name(prompt_id), index))
         if entry is None:
@@ -239,7 +239,8 @@ class Ledger:
         if entry.state != "finished":
             return "unfinished", None
         if not entry.is_scored:
-            return "unscored", None
+            first, entry.reward = entry.reward is None, reward
+            return "unscored", entry if first else None
         if entry.reward is not None:
             return ("duplicate" if entry.reward == reward else "conflict"), None
         entry.reward = reward
