@@ -370,6 +370,29 @@ def test_a_state_is_read_in_parts_between_which_the_engine_goes_on(monkeypatch):
     goes_on(restored)
 
 
+def test_a_detection_length_that_displaces_another_while_the_state_is_read_is_not_in_it():
+    rank, lengths = Rank(), range(20, 20 + MAX_DETECTION_LENGTHS)
+
+    def learn(length: int) -> None:
+        rewards = rank.run_rollout(f"r{length}", num=70, seed=length, plan=replace(PLAN, detection_length=length))
+        Engine(rank).post_rewards(f"r{length}", rewards)
+
+    for length in lengths:
+        learn(length)
+    calls = LearningCalls(
+        rank.judge, rank.part.readings, lambda *call: rank.collective_rpc(call[0], call[1:])[1], model="model"
+    )
+    parts = []
+    for part in calls._state("r"):
+        parts.append(part)
+        if len(parts) == 3:
+            learn(28)
+    assert {head.detection_length for head in rank.heads.infos()} == {*lengths[1:], 28}
+    restored = Rank()
+    assert Engine(restored).set_learning_state(b"".join(parts)) is None
+    assert {head.detection_length for head in restored.heads.infos()} == set(lengths[1:])
+
+
 # -- heads and states
 
 

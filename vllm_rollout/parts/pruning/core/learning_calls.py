@@ -24,6 +24,7 @@ from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.memories.rules import PROMPTS_PER_ROW
 from vllm_rollout.parts.pruning.calls import (
     HEADS,
@@ -271,12 +272,17 @@ class LearningCalls:
         """The parts of a state (`saved_state.py`), made as they are read."""
         encode = msgspec.json.Encoder().encode
         yield encode(state_header(self._model)) + b"\n"
-        adapters = self._judge.memories.all().keys()  # adapters whose rows are written
+        written, adapter = set(), BASE_MODEL  # written: heads whose lengths have rows
         for row in self._judge.memories.to_state():
+            match row:
+                case ["adapter", name]:
+                    adapter = name
+                case ["learning", {"detection_length": length}]:
+                    written.add(HeadKey(length, adapter))
             yield encode(row) + b"\n"
         num_heads = 0
         for head in self.heads():
-            if head.adapter not in adapters:
+            if head.key not in written:  # its length came after the rows, and may be one too many
                 continue
             while (size := self._worker("rollout_copy_head_state", reader, head.key)) == 0:
                 yield b""
