@@ -23,7 +23,7 @@ from tests.parts.pruning.scoring import new_scorer
 from tests.parts.pruning.steps import group_terms, judge_of
 from tests.parts.shaping.steps import lengths_of
 from tests.support.steps import group_steps
-from tests.support.waiting import eventually
+from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.call_table import Operation
@@ -34,6 +34,7 @@ from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId
 from vllm_rollout.kernel.worker.worker import RolloutWorker
 from vllm_rollout.parts.memories.rules import Memory
+from vllm_rollout.parts.pruning.api import learning
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
 from vllm_rollout.parts.pruning.calls import POST_REWARDS
 from vllm_rollout.parts.pruning.core import learning_calls, readings
@@ -316,6 +317,25 @@ async def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     await engine.settled()
     assert ranks[0].labels() == ranks[1].labels()
     assert len(ranks[0].labels()[0]) == len(rewards)
+
+
+async def test_while_rewards_keep_coming_heads_are_shared_and_the_state_can_be_saved(monkeypatch):
+    monkeypatch.setattr(learning, "SETTLE_S", 0.05)
+    ranks, saves = [Rank(), Rank()], []
+    calls = EngineCalls(Client(*ranks))
+    calls.after_change = lambda: saves.append(1)
+    engine = EngineLearning(calls, PruningOptions(train_budget_s=10.0))
+    train = ranks[0].heads.train
+    monkeypatch.setattr(ranks[0].heads, "train", lambda budget_s: train(budget_s) + 1)
+    await engine.post_rewards("r", ranks[0].run_rollout("r"))
+    await eventually(lambda: len(saves) > 1)
+    assert ranks[1].heads.infos()[0].version > 0
+    async with asyncio.timeout(WAIT_S):
+        state = await engine.learning_state()
+    assert engine.is_busy
+    monkeypatch.undo()
+    await engine.settled()
+    await EngineLearning(EngineCalls(Client(Rank())), PruningOptions()).set_learning_state(state)
 
 
 def test_a_piece_ends_when_its_time_is_spent_or_it_is_large_enough(monkeypatch):
