@@ -30,17 +30,18 @@ from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.core.calls import answered, rollout_call
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.rewards import Reward
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId
 from vllm_rollout.kernel.worker.worker import RolloutWorker
 from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.pruning.api import learning
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
-from vllm_rollout.parts.pruning.calls import POST_REWARDS
+from vllm_rollout.parts.pruning.calls import POST_REWARDS, PostedRewards
 from vllm_rollout.parts.pruning.core import learning_calls, readings
 from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls, PruningCore
 from vllm_rollout.parts.pruning.core.readings import MAX_READINGS, Readings
 from vllm_rollout.parts.pruning.options import PruningOptions
+from vllm_rollout.parts.pruning.rules import calibration
 from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
@@ -317,6 +318,23 @@ async def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     await engine.settled()
     assert ranks[0].labels() == ranks[1].labels()
     assert len(ranks[0].labels()[0]) == len(rewards)
+
+
+def test_rewards_of_one_call_are_predicted_by_one_table_of_each_signal(monkeypatch):
+    """A table takes a millisecond of the engine's time, and rewards of a call may be of many rollouts."""
+    rank = Rank()
+    for number in range(4):
+        Engine(rank).post_rewards(f"r{number}", rank.run_rollout(f"r{number}", seed=number))
+    rewards = [
+        NamedReward("rollout", f"s{number}", reward)
+        for number in range(REWARDS_AT_ONCE)
+        for reward in rank.run_rollout(f"s{number}", num=1, seed=9)
+    ]
+    made, combine = [], calibration.combined_table
+    monkeypatch.setattr(calibration, "combined_table", lambda *args: made.append(1) or combine(*args))
+    progress = rank.call(POST_REWARDS, PostedRewards(rewards, share=False))
+    assert progress.statuses == ["accepted"] * REWARDS_AT_ONCE
+    assert 0 < len(made) <= 2
 
 
 async def test_while_rewards_keep_coming_heads_are_shared_and_the_state_can_be_saved(monkeypatch):

@@ -116,18 +116,21 @@ class LearningCalls:
                 by_rollout[place.rollout_id][position] = reward
         labels: dict[HeadKey, list[Label]] = defaultdict(list)
         """Labels by the head that scored them."""
+        accepted: list[Label] = []
         for rollout_id, of_rollout in by_rollout.items():
-            outcome = self._judge.reward(rollout_id, list(of_rollout.values()))
+            outcome = self._judge.record(rollout_id, list(of_rollout.values()))
             assert outcome is not None, "nothing is forgotten while a call runs"
             detection_length, its_statuses, its_labels = outcome
             progress.heads.add(HeadKey(detection_length, ledger.adapter(rollout_id)))
             for position, status in zip(of_rollout, its_statuses, strict=True):
                 statuses[position] = status
+            accepted.extend(its_labels)
             for label in its_labels:
                 for length in label.scores:
                     labels[label.key._replace(detection_length=length)].append(label)
-            if share:
-                progress.labels.extend(its_labels)
+        self._judge.learn(accepted)
+        if share:
+            progress.labels.extend(accepted)
         progress.statuses.extend(statuses)
         for head, its_labels in labels.items():
             memory = self._judge.known(head.adapter)
