@@ -85,7 +85,8 @@ class ScoringLog:
         if self.longest > length:
             return (
                 f"nothing was scored: this server judges at {MAX_DETECTION_LENGTHS} different values of "
-                f"detection_length, and {length} is one too many. Use one of the others."
+                f"detection_length, and {length} is one too many. Use one of the others, or post the rewards that they "
+                "await."
             )
         if self.num_resumed:
             return (
