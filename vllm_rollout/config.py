@@ -102,7 +102,7 @@ CONFIDENCE_WINDOW_TOKENS = 16
 `detection_length`."""
 
 MAX_REMEMBERED_CANDIDATES = 65_536
-"""Candidates of rollouts with pruning for which rewards are accepted. The oldest rollouts are forgotten first."""
+"""Candidates of rollouts with pruning for which rewards are accepted. The oldest are forgotten first."""
 
 REWARD_THRESHOLD = 0.5
 """A posted reward above it is positive: right for rewards of 0 and 1, of -1 and 1, and for scores in [0, 1]."""

@@ -109,7 +109,8 @@ class FakeLearning(FakePart, LearningPart):
             num_labels = old.num_labels + num_new
             version = old.version + (num_labels >= LABELS_TO_TRAIN)
             self.heads[at] = HeadInfo(length, HIDDEN_SIZE, version, old.num_steps + 1, num_labels, key.adapter)
-        return RewardsReceipt(statuses, len(labels), {key: before.version if before else 0})
+        num_training = sum(bool(label.scores) for label in labels)
+        return RewardsReceipt(statuses, num_training, {key: before.version if before else 0})
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
         self.engine.check_alive()

@@ -224,6 +224,19 @@ def test_rewards_teach_the_success_of_their_prompt():
     assert 0 < known.num_successful <= weights[0]
 
 
+def test_answers_shorter_than_the_detection_length_count_in_the_success_of_their_prompt_once():
+    """Right ones are short here. They are no labels of scores, and take no place of a detection length."""
+    judge = Judge()
+    siblings = Siblings(judge, replace(SHADOW, trial_lengths=(LENGTH + 8,)), prompt_key="id:p", survival_before=0.5)
+    siblings.finish(*range(4))
+    rewards = [Reward("p", index, 1.0, positive=True) for index in range(4)]
+    for _ in range(2):
+        assert judge.reward("r", rewards)[1] == ["unscored"] * 4
+    assert judge.memory.successes.of("id:p").rate == 1.0
+    assert judge.memory.successes.of("id:p").num_rewarded == pytest.approx(4 * 2, rel=0.25)
+    assert (judge.memory.learnings, list(judge.memory.tried)) == ({}, [])
+
+
 def test_a_prompt_that_never_succeeded_is_steered_more():
     """The siblings have the same scores, half of which promise success, under the gradient rule."""
     strengths = []

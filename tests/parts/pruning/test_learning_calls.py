@@ -23,23 +23,25 @@ from tests.parts.pruning.scoring import new_scorer
 from tests.parts.pruning.steps import group_terms, judge_of
 from tests.parts.shaping.steps import lengths_of
 from tests.support.steps import group_steps
-from tests.support.waiting import eventually
+from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.core.calls import answered, rollout_call
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.rewards import Reward
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId
 from vllm_rollout.kernel.worker.worker import RolloutWorker
 from vllm_rollout.parts.memories.rules import Memory
+from vllm_rollout.parts.pruning.api import learning
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
-from vllm_rollout.parts.pruning.calls import POST_REWARDS
+from vllm_rollout.parts.pruning.calls import POST_REWARDS, PostedRewards
 from vllm_rollout.parts.pruning.core import learning_calls, readings
 from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls, PruningCore
 from vllm_rollout.parts.pruning.core.readings import MAX_READINGS, Readings
 from vllm_rollout.parts.pruning.options import PruningOptions
+from vllm_rollout.parts.pruning.rules import calibration
 from vllm_rollout.parts.pruning.rules.assessment import Confidence
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
@@ -318,6 +320,42 @@ async def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     assert len(ranks[0].labels()[0]) == len(rewards)
 
 
+def test_rewards_of_one_call_are_predicted_by_one_table_of_each_signal(monkeypatch):
+    """A table takes a millisecond of the engine's time, and rewards of a call may be of many rollouts."""
+    rank = Rank()
+    for number in range(4):
+        Engine(rank).post_rewards(f"r{number}", rank.run_rollout(f"r{number}", seed=number))
+    rewards = [
+        NamedReward("rollout", f"s{number}", reward)
+        for number in range(REWARDS_AT_ONCE)
+        for reward in rank.run_rollout(f"s{number}", num=1, seed=9)
+    ]
+    made, combine = [], calibration.combined_table
+    monkeypatch.setattr(calibration, "combined_table", lambda *args: made.append(1) or combine(*args))
+    progress = rank.call(POST_REWARDS, PostedRewards(rewards, share=False))
+    assert progress.statuses == ["accepted"] * REWARDS_AT_ONCE
+    assert 0 < len(made) <= 2
+
+
+async def test_while_rewards_keep_coming_heads_are_shared_and_the_state_can_be_saved(monkeypatch):
+    monkeypatch.setattr(learning, "SETTLE_S", 0.05)
+    ranks, saves = [Rank(), Rank()], []
+    calls = EngineCalls(Client(*ranks))
+    calls.after_change = lambda: saves.append(1)
+    engine = EngineLearning(calls, PruningOptions(train_budget_s=10.0))
+    train = ranks[0].heads.train
+    monkeypatch.setattr(ranks[0].heads, "train", lambda budget_s: train(budget_s) + 1)
+    await engine.post_rewards("r", ranks[0].run_rollout("r"))
+    await eventually(lambda: len(saves) > 1)
+    assert ranks[1].heads.infos()[0].version > 0
+    async with asyncio.timeout(WAIT_S):
+        state = await engine.learning_state()
+    assert engine.is_busy
+    monkeypatch.undo()
+    await engine.settled()
+    await EngineLearning(EngineCalls(Client(Rank())), PruningOptions()).set_learning_state(state)
+
+
 def test_a_piece_ends_when_its_time_is_spent_or_it_is_large_enough(monkeypatch):
     monkeypatch.setattr(readings, "MAX_PIECE_BYTES", 10)
     some = Readings(Clock(), budget_s=0.0025)
@@ -368,6 +406,29 @@ def test_a_state_is_read_in_parts_between_which_the_engine_goes_on(monkeypatch):
     restored = Rank()
     assert Engine(restored).set_learning_state(b"".join(parts)) is None
     goes_on(restored)
+
+
+def test_a_detection_length_that_displaces_another_while_the_state_is_read_is_not_in_it():
+    rank, lengths = Rank(), range(20, 20 + MAX_DETECTION_LENGTHS)
+
+    def learn(length: int) -> None:
+        rewards = rank.run_rollout(f"r{length}", num=70, seed=length, plan=replace(PLAN, detection_length=length))
+        Engine(rank).post_rewards(f"r{length}", rewards)
+
+    for length in lengths:
+        learn(length)
+    calls = LearningCalls(
+        rank.judge, rank.part.readings, lambda *call: rank.collective_rpc(call[0], call[1:])[1], model="model"
+    )
+    parts = []
+    for part in calls._state("r"):
+        parts.append(part)
+        if len(parts) == 3:
+            learn(28)
+    assert {head.detection_length for head in rank.heads.infos()} == {*lengths[1:], 28}
+    restored = Rank()
+    assert Engine(restored).set_learning_state(b"".join(parts)) is None
+    assert {head.detection_length for head in restored.heads.infos()} == set(lengths[1:])
 
 
 # -- heads and states

@@ -40,16 +40,18 @@ def test_a_reward_is_accepted_with_its_entry_of_what_is_scored_and_has_finished(
     ledger = Ledger()
     entry = (finished if is_scored else opened)(ledger, "r", "p", 3)
     entry.state = state
-    is_accepted = expected == "accepted"
-    assert ledger.reward("r", "p", 3, 0.25) == (expected, entry if is_accepted else None)
-    assert (entry.reward, entry.request_id) == (0.25 if is_accepted else None, "r-p-3")
+    counts = expected != "unfinished"
+    assert ledger.reward("r", "p", 3, 0.25) == (expected, entry if counts else None)
+    assert (entry.reward, entry.request_id) == (0.25 if counts else None, "r-p-3")
+    if expected == "unscored":
+        assert ledger.reward("r", "p", 3, 0.25) == ("unscored", None)
     entry.state = "finished"
     assert status(ledger, "r", "p", 3, 0.0) == {"accepted": "conflict", "unfinished": "accepted"}.get(
         expected, expected
     )
 
 
-def test_the_oldest_candidates_of_the_oldest_rollout_are_forgotten_first():
+def test_the_oldest_candidates_are_forgotten_first():
     ledger = Ledger(max_candidates=5)
     for rollout in ("a", "b"):
         for index in range(2):
@@ -63,6 +65,15 @@ def test_the_oldest_candidates_of_the_oldest_rollout_are_forgotten_first():
     assert ledger.detection_length("a") is None
     assert [status(ledger, rollout, "p", 1, 1.0) for rollout in "abc"] == ["unknown", "accepted", "accepted"]
     assert status(ledger, "b", "p", -1, 1.0) == "unknown"
+
+
+def test_the_newest_candidates_of_a_long_rollout_outlive_older_ones_of_others():
+    ledger = Ledger(max_candidates=4)
+    for rollout, index in (("long", 0), ("b", 0), ("c", 0), ("long", 1), ("d", 0), ("d", 1)):
+        finished(ledger, rollout, "p", index)
+    places = [("long", 0), ("b", 0), ("c", 0), ("long", 1), ("d", 0), ("d", 1)]
+    statuses = [status(ledger, rollout, "p", index, 1.0) for rollout, index in places]
+    assert statuses == ["unknown"] * 2 + ["accepted"] * 4
 
 
 def test_the_bound_holds_within_one_rollout():

@@ -24,12 +24,12 @@ from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_prun
 LENGTHS = (16, 48, 128)
 
 
-def candidates(gaps, *, num=400, tokens=lambda rng: rng.randint(130, 400), seed=0, signal="head"):
+def candidates(gaps, *, num=400, tokens=lambda rng: rng.randint(130, 400), seed=0, signal="head", rate=0.4):
     """Scores at `LENGTHS` whose means differ by so much between right and wrong answers."""
     rng = random.Random(seed)
     made = []
     for number in range(num):
-        positive, num_tokens = rng.random() < 0.4, tokens(rng)
+        positive, num_tokens = rng.random() < rate, tokens(rng)
         scores = tuple(
             {signal: rng.gauss(gap if positive else 0.0, 1.0)} if num_tokens >= length else {}
             for length, gap in zip(LENGTHS, gaps, strict=True)
@@ -112,6 +112,22 @@ def test_too_few_labels_recommend_nothing_and_say_how_many_there_are():
     assert f"{num_right} right" in report.reason
     assert f"{MIN_OF_EACH} of each" in report.reason
     assert length_trial_report([]).recommended is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "tokens", "recommended"),
+    [
+        pytest.param(0.4, (20, 120), 16, id="none reaches the longest length"),
+        pytest.param(0.02, (200, 2000), 48, id="few are right"),
+        pytest.param(0.98, (200, 2000), 48, id="few are wrong"),
+        pytest.param(0.0, (200, 2000), None, id="none is right"),
+    ],
+)
+def test_a_full_window_recommends_a_length_that_enough_answers_reached(rate, tokens, recommended):
+    gaps = (1.5, 1.5, 1.5) if recommended == 16 else (0.3, 2.5, 2.5)
+    tried = candidates(gaps, num=TRIAL_WINDOW, tokens=lambda rng: rng.randint(*tokens), rate=rate)
+    assert length_trial_report(tried).recommended == recommended
+    assert length_trial_report(tried[1:]).recommended is None, "more may come until the window is full"
 
 
 def test_answers_to_one_prompt_recommend_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.kernel.http.fake_engine import FakeEngine
@@ -10,9 +12,12 @@ from tests.parts.pruning.learning_steps import DETECTION_LENGTH, PRUNING, body, 
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import TRIAL_LENGTHS
 from vllm_rollout.kernel.http.answers import EndedCandidate, RolloutAnswer
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.pruning.rules.fields import MAX_MIN_LABELS
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
-from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey, PruningPlan
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.rules.step import SCORING
 
@@ -298,3 +303,20 @@ async def test_a_list_stops_nobody_and_a_client_asks_for_the_report_of_each_leng
     for length in LENGTHS:  # each has a calibration and a head of its own
         assert client.report(length).head.detection_length == length
     assert len(rewards_of(await roll(http))) == 12
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([(500, 200), (90, 8)], ["2 candidates went on from an earlier round", "passed detection_length (8)"]),
+        ([(500, 200), (90, 7)], ["is one too many"]),
+        ([(500, 200), (6, 2)], ["1 candidates went on from an earlier round"]),
+    ],
+)
+def test_nothing_is_scored_of_candidates_that_passed_the_detection_length_in_an_earlier_round(ends, words):
+    """`ends`: tokens of each candidate, and those of an earlier round."""
+    log = ScoringLog(GroupPlan(2), PruningPlan(8))
+    endings = [Ending(index, "finished", num, num_resumed=resumed) for index, (num, resumed) in enumerate(ends)]
+    log.group_over(SimpleNamespace(max_tokens=4096), [SimpleNamespace(parts={}, ending=each) for each in endings])
+    (warning,) = log.warnings(None)
+    assert all(word in warning for word in words), warning

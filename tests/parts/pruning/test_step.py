@@ -1,5 +1,7 @@
 """Scores in the order of a step: one test per rule, then whole runs in random order of events."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +42,21 @@ def test_races_are_settled_before_scores_are_judged():
         run.step()
     verdicts = run.step({PRUNING: {CandidateId("a", index): seen(1) for index in range(3)}})
     assert set(verdicts.stop.values()) == {"surplus"}
+
+
+@pytest.mark.parametrize("end", ["drop", "fresh"])
+def test_no_reward_is_awaited_for_a_group_that_broke_or_whose_step_failed(end):
+    judge = warm_judge()
+    steps, terms = steps_of(judge), group_terms(2, 4, pruning=replace(PLAN, keep_ratio=1.0))
+    ids = [steps.launch("a", terms, index, said=said(SCORING))[0] for index in range(4)]
+    steps.close_step({PRUNING: {id: seen(1) for id in ids}}, lambda id: 4)
+    assert judge.ledger.awaits(PLAN.detection_length)
+    if end == "drop":
+        steps.drop("a")
+    else:
+        steps.fresh()
+    assert not judge.ledger.awaits(PLAN.detection_length)
+    assert judge.ledger.reward("rollout", "q", 0, 1.0) == ("unfinished", None)
 
 
 def test_who_ended_in_a_step_in_which_nobody_was_pruned_keeps_its_place():

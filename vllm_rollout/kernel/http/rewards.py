@@ -136,7 +136,7 @@ EXPLANATIONS: dict[RewardStatus, str | None] = {
     "conflict": "another reward was posted before, and stays",
     "unknown": "no such candidate in this rollout, or one that was forgotten; check prompt_id and index",
     "unfinished": "it is still running, or was stopped (pruned, surplus, failed): no reward is expected",
-    "unscored": "it ended before detection_length: there is nothing to learn from",
+    "unscored": "it ended before detection_length, or passed it in an earlier round: only its prompt's success counts",
 }
 UNKNOWN_NAME = (
     "no candidate is known by that name: its request had no rollout_detection_length, another rollout_namespace than "
@@ -154,7 +154,7 @@ class RewardResult(BaseModel):
     status: RewardStatus
     """`accepted`: it is learned. `duplicate`: the same reward came before. `conflict`: another reward came before, and
     stays. `unknown`: no such candidate is remembered. `unfinished`: the candidate runs, or was stopped. `unscored`: it
-    ended before `detection_length`."""
+    ended before `detection_length`, or passed it in an earlier round. Only the success of its prompt counts it."""
     message: str | None = None
     """Reason why the reward was not accepted. Null for an accepted one."""
 

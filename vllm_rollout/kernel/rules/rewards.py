@@ -43,7 +43,7 @@ duplicate   the same reward came before, and nothing changes
 conflict    another reward came before, and stays
 unknown     no such candidate, or one that has been forgotten
 unfinished  the candidate is running, or was stopped (pruned, surplus, failed): no reward is expected
-unscored    the candidate ended before it was scored, so that the reward has no use
+unscored    the candidate ended before it was scored: only the success of its prompt is learned
 """
 
 

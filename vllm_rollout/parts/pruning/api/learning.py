@@ -6,6 +6,7 @@ Invariant: rewards and lengths that one API process gets reach every data-parall
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -60,6 +61,10 @@ logger = init_logger("vllm.vllm_rollout")
 
 REWARDS_PER_CALL = 512
 """Rewards in one message to an engine core. The core accounts for as many of them as its time allows."""
+
+SETTLE_S = 5.0
+"""Longest wait of a state for training, and longest training before its heads are shared and saved. Training never ends
+while rewards keep coming."""
 
 ANY_ROLLOUT = ""
 """Key of the lock for posts with rewards of several rollouts."""
@@ -245,7 +250,8 @@ class EngineLearning(LearningPart):
         )
 
     async def learning_state(self) -> bytes:
-        await self.settled()
+        if self._training is not None:
+            await asyncio.wait([self._training], timeout=SETTLE_S)
         return await self.take(self._calls)
 
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
@@ -284,12 +290,15 @@ class EngineLearning(LearningPart):
         If this fails, rewards stay accounted for, calibration has learned, and published heads are unchanged. The next
         rewards start the training again.
         """
+        num_left = 1
         try:
-            while await self._calls.call_first(TRAIN, self._options.train_budget_s):
-                pass
-            if self._calls.num_ranks > 1:
-                await self._share_heads()
-            self._calls.after_change()
+            while num_left:
+                share_at = time.monotonic() + SETTLE_S
+                while num_left and time.monotonic() < share_at:
+                    num_left = await self._calls.call_first(TRAIN, self._options.train_budget_s)
+                if self._calls.num_ranks > 1:
+                    await self._share_heads()
+                self._calls.after_change()
         except EngineStopped:  # a dead engine is reported elsewhere
             logger.warning("training of the quality head ended with the engine")
 

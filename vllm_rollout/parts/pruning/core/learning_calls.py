@@ -24,6 +24,7 @@ from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.memories.rules import PROMPTS_PER_ROW
 from vllm_rollout.parts.pruning.calls import (
     HEADS,
@@ -115,18 +116,21 @@ class LearningCalls:
                 by_rollout[place.rollout_id][position] = reward
         labels: dict[HeadKey, list[Label]] = defaultdict(list)
         """Labels by the head that scored them."""
+        accepted: list[Label] = []
         for rollout_id, of_rollout in by_rollout.items():
-            outcome = self._judge.reward(rollout_id, list(of_rollout.values()))
+            outcome = self._judge.record(rollout_id, list(of_rollout.values()))
             assert outcome is not None, "nothing is forgotten while a call runs"
             detection_length, its_statuses, its_labels = outcome
             progress.heads.add(HeadKey(detection_length, ledger.adapter(rollout_id)))
             for position, status in zip(of_rollout, its_statuses, strict=True):
                 statuses[position] = status
+            accepted.extend(its_labels)
             for label in its_labels:
                 for length in label.scores:
                     labels[label.key._replace(detection_length=length)].append(label)
-            if share:
-                progress.labels.extend(its_labels)
+        self._judge.learn(accepted)
+        if share:
+            progress.labels.extend(accepted)
         progress.statuses.extend(statuses)
         for head, its_labels in labels.items():
             memory = self._judge.known(head.adapter)
@@ -271,12 +275,17 @@ class LearningCalls:
         """The parts of a state (`saved_state.py`), made as they are read."""
         encode = msgspec.json.Encoder().encode
         yield encode(state_header(self._model)) + b"\n"
-        adapters = self._judge.memories.all().keys()  # adapters whose rows are written
+        written, adapter = set(), BASE_MODEL  # written: heads whose lengths have rows
         for row in self._judge.memories.to_state():
+            match row:
+                case ["adapter", name]:
+                    adapter = name
+                case ["learning", {"detection_length": length}]:
+                    written.add(HeadKey(length, adapter))
             yield encode(row) + b"\n"
         num_heads = 0
         for head in self.heads():
-            if head.adapter not in adapters:
+            if head.key not in written:  # its length came after the rows, and may be one too many
                 continue
             while (size := self._worker("rollout_copy_head_state", reader, head.key)) == 0:
                 yield b""

@@ -32,7 +32,9 @@ class ScoringLog:
     max_tokens: int | None = None
     """The largest `max_tokens` of these prompts."""
     longest: int = 0
-    """Number of tokens of the longest candidate."""
+    """Number of tokens of the longest candidate, without resumed ones."""
+    num_resumed: int = 0
+    """Candidates that had passed `detection_length` in an earlier round, so that this one cannot score them."""
 
     def said(self, rollout_id: str, prompt_id: str, seed: int, prompt_key: str) -> dict[str, Any]:
         """Values that candidates carry. Rewards name a candidate by rollout, prompt and index. Random choices depend
@@ -45,7 +47,7 @@ class ScoringLog:
         assessments = [its for end in ends if (its := scores_of(end.parts).assessment) is not None]
         self.num_prompts += 1
         self.num_scored += len(assessments)
-        self.longest = max([self.longest, *(end.ending.num_tokens for end in ends)])
+        self._count_lengths((end.ending.num_tokens, end.ending.num_resumed) for end in ends)
         self.num_cold += sum(assessment.cold for assessment in assessments)
         if not assessments and prompt.max_tokens is not None and prompt.max_tokens <= self.plan.detection_length:
             self.num_too_short += 1
@@ -56,7 +58,16 @@ class ScoringLog:
         ends = [*group.trajectories, *group.candidates]
         self.num_prompts += 1
         self.num_scored += sum(end.score is not None for end in ends)
-        self.longest = max([self.longest, *(end.num_tokens for end in ends)])
+        num_resumed = max((end.num_resumed_tokens for end in group.trajectories), default=0)
+        self._count_lengths((end.num_tokens, num_resumed) for end in ends)
+
+    def _count_lengths(self, lengths: Iterable[tuple[int, int]]) -> None:
+        """Count candidates by their tokens, and by those of them from an earlier round."""
+        for num_tokens, num_resumed in lengths:
+            if num_resumed >= self.plan.detection_length:
+                self.num_resumed += 1
+            else:
+                self.longest = max(self.longest, num_tokens)
 
     def warnings(self, report: LearningReport | None) -> list[str]:
         """Warnings about what the user did not get, each with a remedy. `report` has the numbers of labels."""
@@ -74,7 +85,14 @@ class ScoringLog:
         if self.longest > length:
             return (
                 f"nothing was scored: this server judges at {MAX_DETECTION_LENGTHS} different values of "
-                f"detection_length, and {length} is one too many. Use one of the others."
+                f"detection_length, and {length} is one too many. Use one of the others, or post the rewards that they "
+                "await."
+            )
+        if self.num_resumed:
+            return (
+                f"nothing was scored: {self.num_resumed} candidates went on from an earlier round, in which they had "
+                f"passed detection_length ({length}). Their rewards only count in the success of their prompt. Without "
+                "resume they are scored."
             )
         return (
             f"no candidate reached detection_length ({length}) while it ran: nothing was scored. The longest had "

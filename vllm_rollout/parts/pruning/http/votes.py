@@ -22,9 +22,19 @@ MAX_VOTES = 1024
 """Most candidates in one vote."""
 MAX_ANSWER_CHARS = 4096
 MAX_PATTERN_LENGTH = 512
-MAX_REPEATS = 10_000
+MAX_WRITTEN_OUT = 20_000
+"""Largest product of a pattern's length and its counted repeats. Compiling it takes some 20 ms, which hold up all
+threads."""
 COUNTED_REPEAT = regex.compile(r"\{[\s\d,]*\}")
 """Counted repeats: `{m}`, `{m,}`, `{,n}` and `{m,n}`."""
+ESCAPED = regex.compile(r"\\[pP]\{\^?[\w :=-]*\}|\\N\{[\w -]*\}|\\.", regex.DOTALL)
+REFUSED = {
+    "fuzzy counts ({e<=2})": regex.compile(r"\{[\d<=]*[deis][<,:+}]"),
+    "recursion ((?R), (?1), (?&name))": regex.compile(r"\(\?(?:R|&|P[>&]|[+-]?\d)"),
+    "the flag x": regex.compile(r"\(\?[a-zA-Z01-]*x"),
+}
+"""Syntax that is refused. Fuzzy counts and recursion pass over the time limit, or take all memory. With the flag x,
+spaces and comments could hide them."""
 SEARCH_LENGTH = 4096
 """Characters at the end of a text that are searched, since answers stand at the end."""
 MAX_PATTERN_TIME_S = 5.0
@@ -74,8 +84,9 @@ class VoteRequest(Body):
     answer_pattern: Annotated[StrictStr, Field(min_length=1, max_length=MAX_PATTERN_LENGTH)] | None = Field(
         default=None,
         description=r"A regular expression such as `Answer:\s*(\S+)`, at most "
-        f"{MAX_PATTERN_LENGTH} characters. The answer is its last match within a text's last {SEARCH_LENGTH} "
-        "characters: the first group of the match, or the whole match. Blank matches are passed over.",
+        f"{MAX_PATTERN_LENGTH} characters, without fuzzy counts, recursion and the flag x. The answer is its last "
+        f"match within a text's last {SEARCH_LENGTH} characters: the first group of the match, or the whole match. "
+        "Blank matches are passed over.",
     )
     method: VotingMethod = Field(
         default="majority",
@@ -204,11 +215,7 @@ def _answers(request: VoteRequest) -> list[str | None]:
         return list(request.answers)
     deadline = time.monotonic() + MAX_PATTERN_TIME_S
     source = request.answer_pattern or ""
-    # Nested counts are written out when a pattern is compiled, which no time limit ends.
-    bounds = [max(map(int, regex.findall(r"\d+", repeat)), default=1) for repeat in COUNTED_REPEAT.findall(source)]
-    if (num_repeats := prod(max(1, bound) for bound in bounds)) > MAX_REPEATS:
-        message = f"answer_pattern: its counted repeats multiply to {num_repeats}, at most {MAX_REPEATS} are allowed."
-        raise RequestError(f"{message} Use * or + in their place.", param="answer_pattern")
+    _check_syntax(source)
     try:
         pattern = regex.compile(source)
         return [None if text is None else last_answer(pattern, text, deadline) for text in request.texts or ()]
@@ -221,6 +228,24 @@ def _answers(request: VoteRequest) -> list[str | None]:
             "with a literal, or have fewer choices and nested repeats."
         )
         raise RequestError(message, param="answer_pattern") from error
+
+
+def _check_syntax(source: str) -> None:
+    """Raises: RequestError for a pattern that the time limit of searches does not bound."""
+    unescaped = ESCAPED.sub(".", source)
+    for name, syntax in REFUSED.items():
+        if syntax.search(unescaped):
+            message = f"answer_pattern: must be without {name}, got {source!r:.80}. Use groups, choices, * and +."
+            raise RequestError(message, param="answer_pattern")
+    # Nested counts are written out when a pattern is compiled, which no time limit ends.
+    bounds = [max(map(int, regex.findall(r"\d+", repeat)), default=1) for repeat in COUNTED_REPEAT.findall(source)]
+    num_repeats = prod(max(1, bound) for bound in bounds)
+    if bounds and num_repeats * len(source) > MAX_WRITTEN_OUT:
+        message = (
+            f"answer_pattern: its counted repeats multiply to {num_repeats}, at most {MAX_WRITTEN_OUT // len(source)} "
+            f"are allowed in {len(source)} characters. Use * or + in their place."
+        )
+        raise RequestError(message, param="answer_pattern")
 
 
 def last_answer(pattern: regex.Pattern[str], text: str, deadline: float) -> str | None:

@@ -12,7 +12,7 @@ from math import exp
 
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Signal
 from vllm_rollout.parts.memories.rules import Memories, Memory
 from vllm_rollout.parts.pruning.rules.assessment import Assessment
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings, label_weight
@@ -34,7 +34,8 @@ class Label:
     """Name of its features in the worker."""
     prompt_id: str
     observation: Observation | None
-    """None: it ended before `detection_length`, and has scores at other lengths only. Then `assessment` is None too."""
+    """None: it ended before `detection_length`, and has no scores or those at other lengths. Then `assessment` is None
+    too."""
     assessment: Assessment | None
     num_tokens: int
     positive: bool
@@ -211,10 +212,16 @@ class Judge:
         return assessment
 
     def reward(self, rollout_id: str, rewards: Sequence[Reward]) -> tuple[int, list[RewardStatus], list[Label]] | None:
-        """Learn from rewards.
+        """Record rewards as `record` does, and learn from them."""
+        if (recorded := self.record(rollout_id, rewards)) is not None:
+            self.learn(recorded[2])
+        return recorded
 
-        Returns the rollout's detection length, the status of each reward, and labels for the head. None if the rollout
-        is unknown.
+    def record(self, rollout_id: str, rewards: Sequence[Reward]) -> tuple[int, list[RewardStatus], list[Label]] | None:
+        """Record rewards, from which `learn` has yet to learn.
+
+        Returns the rollout's detection length, the status of each reward, and labels for calibration and head. None if
+        the rollout is unknown.
         """
         detection_length = self.ledger.detection_length(rollout_id)
         if detection_length is None:
@@ -224,17 +231,20 @@ class Judge:
         for prompt_id, index, reward, positive in rewards:
             status, entry = self.ledger.reward(rollout_id, prompt_id, index, reward)
             statuses.append(status)
-            if entry is not None:
+            if entry is not None and (entry.is_scored or entry.prompt_key):
                 labels.append(_label(rollout_id, entry, positive))
-        self.learn(labels)
         return detection_length, statuses, labels
 
     def learn(self, labels: Sequence[Label]) -> None:
         """Update calibration, the prompts' success rates, and the statistics of the report."""
-        for label in labels:
-            memory, learning = self._at(label.key)
-            rewarded = {length: self._learn_at(length, label, *seen) for length, seen in label.scores.items()}
-            if memory is not None and label.tried_lengths:
+        predicted = [self._predicted(label) for label in labels]  # the first label that is added changes the tables
+        for label, its in zip(labels, predicted, strict=True):
+            # A label without scores takes no place of a detection length.
+            memory, learning = self._at(label.key) if label.scores else (self.memory_of(label.adapter), None)
+            rewarded = {
+                length: self._learn_at(length, label, *seen, its.get(length)) for length, seen in label.scores.items()
+            }
+            if memory is not None and label.tried_lengths and label.scores:
                 memory.tried.append(
                     TriedCandidate(
                         label.tried_lengths,
@@ -251,8 +261,19 @@ class Judge:
                 weight = min(MAX_LABEL_WEIGHT, label.weight * answers)
                 memory.successes.observe(label.prompt_key, label.positive, weight)
 
+    def _predicted(self, label: Label) -> dict[int, dict[Signal, float]]:
+        """Success of a candidate as each signal predicts it, by length, for lengths that are learned already."""
+        memory = self.known(label.adapter)
+        learnings = {} if memory is None else memory.learnings
+        return {at: learnings[at].predicted(*seen) for at, seen in label.scores.items() if at in learnings}
+
     def _learn_at(
-        self, length: int, label: Label, observation: Observation, assessment: Assessment
+        self,
+        length: int,
+        label: Label,
+        observation: Observation,
+        assessment: Assessment,
+        predicted: Mapping[Signal, float] | None,
     ) -> RewardedCandidate | None:
         learning = self.learning_of(label.key._replace(detection_length=length))
         if learning is None:
@@ -266,6 +287,7 @@ class Judge:
             active=label.active,
             origin=label.origin,
             survival_before=label.survival_before,
+            predicted=predicted,
         )
 
     def all(self) -> dict[str, PruningMemory]:

@@ -115,6 +115,20 @@ class Learning:
             return assessment
         return replace(assessment, success_probability=self._success(signal, scores[signal], observation), cold=False)
 
+    def predicted(self, observation: Observation, assessment: Assessment) -> dict[Signal, float]:
+        """Success probability of a scored candidate by each warm signal, as known before its reward.
+
+        Every reward changes the tables that this needs, so predict all of a batch before the first is added.
+        """
+        successes: dict[Signal, float] = {}
+        for signal, score in scores_of(observation).items():
+            if signal == assessment.signal:
+                if assessment.success_probability is not None:
+                    successes[signal] = assessment.success_probability
+            elif self.calibrators[signal].is_warm(DEFAULT_MIN_LABELS):
+                successes[signal] = self._success(signal, score, observation)
+        return successes
+
     def reward(
         self,
         observation: Observation,
@@ -125,26 +139,21 @@ class Learning:
         active: bool,
         origin: LabelOrigin = "plain",
         survival_before: float = 1.0,
+        predicted: Mapping[Signal, float] | None = None,
     ) -> RewardedCandidate:
-        """Add the reward of a scored candidate.
+        """Add the reward of a scored candidate. `predicted`: its success by `predicted`. None: as of now.
 
         With active pruning, it also represents candidates that were pruned here. In any mode, it represents those
         pruned in earlier rounds (`survival_before`).
         """
         weight = label_weight(survival_before * (assessment.survival_probability if active else 1.0))
         scores = scores_of(observation)
-        successes: dict[Signal, float] = {}
+        successes = self.predicted(observation, assessment) if predicted is None else predicted
         comparable = dict(scores)
         if "head" in scores:
             comparable["head"] = self.calibrators["head"].standardize(scores["head"], observation.head_version)
         for signal, score in scores.items():
-            calibrator = self.calibrators[signal]
-            if signal == assessment.signal:
-                if assessment.success_probability is not None:
-                    successes[signal] = assessment.success_probability
-            elif calibrator.is_warm(DEFAULT_MIN_LABELS):
-                successes[signal] = self._success(signal, score, observation)
-            calibrator.add(score, positive, weight, version_of(signal, observation), origin)
+            self.calibrators[signal].add(score, positive, weight, version_of(signal, observation), origin)
         if scores:
             self._audits.add(positive, weight, origin)
             for calibrator in self.calibrators.values():

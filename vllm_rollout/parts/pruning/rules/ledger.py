@@ -126,24 +126,24 @@ class LedgerEntry:
 
 
 class Ledger:
-    """All candidates that a reward could name, by rollout. The oldest candidates of the oldest rollout are forgotten
-    first.
+    """All candidates that a reward could name, by rollout. The oldest candidates are forgotten first.
 
     A group without a rollout is a rollout of its own. Ids of clients are stored by `kept_name`.
     """
 
     def __init__(self, max_candidates: int = MAX_REMEMBERED_CANDIDATES) -> None:
-        self._rollouts: OrderedDict[str, OrderedDict[tuple[str, int], LedgerEntry]] = OrderedDict()
+        self._rollouts: dict[str, OrderedDict[tuple[str, int], LedgerEntry]] = {}
+        self._rollout_of: OrderedDict[LedgerEntry, str] = OrderedDict()
+        """Rollout of each candidate, the oldest candidate first."""
         self._groups: dict[str, _RememberedGroup] = {}
         self._requests: dict[str, dict[int, LedgerEntry]] = {}
         """Candidates that are choices of a request's answer, by the name of the request."""
         self._max_candidates = max_candidates
-        self._num_candidates = 0
         self._scored: dict[CandidateState, Counter[HeadKey]] = {"running": Counter(), "finished": Counter()}
         """Number of scored candidates without a reward, by state and head key, for numbers above 0."""
 
     def __len__(self) -> int:
-        return self._num_candidates
+        return len(self._rollout_of)
 
     def detection_length(self, rollout_id: str) -> int | None:
         """Detection length of all candidates of the rollout. None if the rollout is unknown."""
@@ -173,10 +173,10 @@ class Ledger:
         rollout[entry.prompt_id, entry.index] = entry
         group = self._groups.setdefault(entry.group_id, _RememberedGroup(scoring.rollout_id, entry.prompt_id))
         group.num_candidates += 1
-        self._num_candidates += 1
+        self._rollout_of[entry] = scoring.rollout_id
         if before is not None:
             self._forget(before)
-        while self._num_candidates > self._max_candidates:
+        while len(self) > self._max_candidates:
             self._forget_oldest()
         if scoring.answer is not None:
             self.name(scoring.answer.name, entry.group_id, {scoring.answer.choice: entry.index})
@@ -231,7 +231,7 @@ class Ledger:
     def reward(
         self, rollout_id: str, prompt_id: str, index: int, reward: float
     ) -> tuple[RewardStatus, LedgerEntry | None]:
-        """Record a posted reward. The entry is returned with status `accepted` only."""
+        """Record a posted reward. The entry is returned with the first reward of a finished candidate only."""
         rollout = self._rollouts.get(rollout_id)
         entry = None if rollout is None else rollout.get((kept_name(prompt_id), index))
         if entry is None:
@@ -239,7 +239,8 @@ class Ledger:
         if entry.state != "finished":
             return "unfinished", None
         if not entry.is_scored:
-            return "unscored", None
+            first, entry.reward = entry.reward is None, reward
+            return "unscored", entry if first else None
         if entry.reward is not None:
             return ("duplicate" if entry.reward == reward else "conflict"), None
         entry.reward = reward
@@ -276,8 +277,9 @@ class Ledger:
                     del self._scored[state][key]
 
     def _forget_oldest(self) -> None:
-        rollout_id, rollout = next(iter(self._rollouts.items()))
-        _, entry = rollout.popitem(last=False)
+        entry, rollout_id = next(iter(self._rollout_of.items()))
+        rollout = self._rollouts[rollout_id]
+        del rollout[entry.prompt_id, entry.index]
         self._forget(entry)
         if not rollout:
             del self._rollouts[rollout_id]
@@ -285,7 +287,7 @@ class Ledger:
     def _forget(self, entry: LedgerEntry) -> None:
         """Remove the references to an entry that has left its rollout."""
         entry.forget()
-        self._num_candidates -= 1
+        del self._rollout_of[entry]
         group = self._groups[entry.group_id]
         group.num_candidates -= 1
         if not group.num_candidates:

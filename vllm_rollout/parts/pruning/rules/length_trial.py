@@ -33,6 +33,8 @@ TRIAL_WINDOW = 2048
 MIN_OF_EACH = 64
 """Right and wrong answers that a signal must have scored at every length before a recommendation. An AUC is then
 known to some 0.05."""
+MIN_OF_EACH_WHEN_FULL = 8
+"""The same once the window is full, since more may never come. Lengths with fewer are left out then."""
 MIN_ERRORS = 3.0
 """Standard errors by which the best length's AUC must exceed chance, at each of many evaluations."""
 
@@ -115,6 +117,7 @@ def length_trial_report(
         reason = 'no trial so far: name several lengths, "detection_length": [16, 48, 128], and post rewards'
         return LengthTrialReport(0, "head", keep_ratio, (), None, reason)
     lengths, _ = Counter(candidate.lengths for candidate in candidates).most_common(1)[0]
+    is_full = len(candidates) >= TRIAL_WINDOW
     candidates = [candidate for candidate in candidates if candidate.lengths == lengths]
     by_signal = {
         signal: [_tried(place, signal, candidates, keep_ratio) for place in range(len(lengths))] for signal in SIGNALS
@@ -122,7 +125,7 @@ def length_trial_report(
     known = (s for s in SIGNALS if all(map(_is_known, by_signal[s])))
     signal = next(known, max(SIGNALS, key=lambda s: by_signal[s][0].num_positive + by_signal[s][0].num_negative))
     tried = by_signal[signal]
-    recommended, reason = _recommended(tried)
+    recommended, reason = _recommended(tried, MIN_OF_EACH_WHEN_FULL if is_full else MIN_OF_EACH, may_leave_out=is_full)
     return LengthTrialReport(len(candidates), signal, keep_ratio, tried, recommended, reason)
 
 
@@ -159,18 +162,19 @@ def _tried(place: int, signal: Signal, candidates: Sequence[TriedCandidate], kee
     )
 
 
-def _is_known(tried: TriedLength) -> bool:
-    return min(tried.num_positive, tried.num_negative) >= MIN_OF_EACH
+def _is_known(tried: TriedLength, min_of_each: int = MIN_OF_EACH) -> bool:
+    return min(tried.num_positive, tried.num_negative) >= min_of_each
 
 
-def _recommended(tried: Sequence[TriedLength]) -> tuple[int | None, str]:
-    unknown = next((each for each in tried if not _is_known(each)), None)
-    if unknown is not None:
+def _recommended(tried: Sequence[TriedLength], min_of_each: int, *, may_leave_out: bool) -> tuple[int | None, str]:
+    known = [each for each in tried if _is_known(each, min_of_each)]
+    unknown = next((each for each in tried if each not in known), None)
+    if unknown is not None and not (known and may_leave_out):
         return None, (
             f"{unknown.num_positive} right and {unknown.num_negative} wrong answers were scored at "
-            f"{unknown.detection_length} tokens so far, {MIN_OF_EACH} of each are needed"
+            f"{unknown.detection_length} tokens so far, {min_of_each} of each are needed"
         )
-    best = max(tried, key=lambda each: (each.value, -each.detection_length))
+    best = max(known, key=lambda each: (each.value, -each.detection_length))
     # Where enough is known, there are labels of both kinds.
     assert best.auc is not None
     assert best.value is not None
@@ -182,7 +186,7 @@ def _recommended(tried: Sequence[TriedLength]) -> tuple[int | None, str]:
     if best.auc - MIN_ERRORS * best.auc_error <= 0.5:
         return None, f"no length tells right from wrong better than chance: at best AUC {best.auc:.2f}"
     least = best.value - 2 * best.saving_ratio * best.auc_error
-    shortest = next(each for each in tried if each.value is not None and each.value >= least)
+    shortest = next(each for each in known if each.value is not None and each.value >= least)
     if shortest is best:
         return best.detection_length, "it is worth most"
     return shortest.detection_length, (

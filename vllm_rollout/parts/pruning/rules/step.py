@@ -80,6 +80,8 @@ class PruningStep(StepPart):
         """Candidates of audit groups that found no place since the last step."""
 
     def fresh(self) -> PruningStep:
+        for scored in self._scored.values():
+            scored.entry.state = "failed"
         return PruningStep(self.judge)
 
     def remember_in(self, memories: Memories) -> None:
@@ -149,7 +151,7 @@ class PruningStep(StepPart):
     def drop(self, group_id: str) -> None:
         self._without_place.pop(group_id, None)
         for id in [id for id in self._scored if id.group_id == group_id]:
-            del self._scored[id]
+            self._scored.pop(id).entry.state = "failed"  # no reward is awaited any more
 
     def _remember(self, id: CandidateId, judged: JudgedGroup, scoring: Scoring, request_id: str) -> LedgerEntry:
         """Open the ledger's entry of a candidate, for a later reward."""
