@@ -278,7 +278,8 @@ def test_several_processes_write_whole_rows_into_the_same_pieces(tmp_path):
     [
         ('{"rollout_id": "torn", "prom', ["r0", "next"]),
         ('{"prompts": [], "rollout_id": "whole"}', ["r0", "whole", "next"]),
-        ("x" * (1 << 17), ["r0", "next"]),
+        ('{"rollout_id": "' + "x" * (1 << 17), ["r0", "next"]),
+        ("{", ["r0", "next"]),
     ],
 )
 def test_what_a_killed_writer_left_is_no_row(tmp_path, left, ids):
@@ -286,3 +287,41 @@ def test_what_a_killed_writer_left_is_no_row(tmp_path, left, ids):
     path.write_text(f"{row_of('r0')}\n{left}")
     TraceFile(path).append(row_of("next"))
     assert rollouts_in(path) == ids
+
+
+def test_a_recording_whose_only_row_is_torn_is_begun_again(tmp_path):
+    path = tmp_path / "recorded.jsonl"
+    path.write_text(row_of("torn")[:30])
+    TraceFile(path).append(row_of("next"))
+    assert rollouts_in(path) == ["next"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{\n  "a": 1\n}',
+        b'{"a": 1}',
+        b'{"a": 1}\n',
+        b"first\nlast line",
+        b"\x01\n" + b"\xff" * 100_000,
+        b'{"name": "x", "version"',
+        b"\n{\"",
+        row_of("r0").encode() + b"\nlast line",
+        row_of("r0").encode() + b'\n{"a": 1}',
+    ],
+)
+def test_a_file_that_is_no_recording_stays_as_it_is(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(OSError, match="it is no recording, since it (begins|ends) with b"):
+        TraceFile(path)
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_is_no_recording_keeps_its_mode(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("first\nlast line")
+    path.chmod(0o644)
+    with pytest.raises(OSError, match="it is no recording"):
+        TraceFile(path)
+    assert path.stat().st_mode & 0o777 == 0o644

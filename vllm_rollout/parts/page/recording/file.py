@@ -6,9 +6,11 @@ before. Who reads FILE reads both.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
@@ -29,6 +31,13 @@ FORMS = (
 TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardRow
 MEND_BYTES = 1 << 16
 """Bytes that are read at once to find the last row."""
+SHOWN_BYTES = 40
+"""Bytes of a file that is no recording, in the message about it."""
+ROWS_FIELDS = ({"rollout_id", "prompts"}, {"rollout_id", "rewards"}, {"prompt_id", "lengths"})
+ROWS_FIELDS += ({"name", "sessions"}, {"name", "rewards"})
+"""Fields that each row of one form has."""
+TORN_FIRST_ROW = re.compile(rb'\{"(rollout_id": ?"|name": ?"sessions-)')
+"""Matches the beginning of a recording whose only row is torn."""
 
 
 class TraceError(ValueError):
@@ -102,9 +111,13 @@ class TraceFile:
     that was being written."""
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
-        """`max_bytes`: of both pieces together, 0 for no bound. Raises: OSError for a path that cannot be written."""
+        """`max_bytes`: of both pieces together, 0 for no bound.
+
+        Raises: OSError for a path that cannot be written, and for a file that is no recording. That file stays as it is.
+        """
         self._path = path
         self._max_bytes = max_bytes
+        _refuse_other_files(path)
         self._locked().close()
 
     def append(self, row: str) -> None:
@@ -145,21 +158,58 @@ def write_some(file: FileIO, data: bytes) -> int:
     return file.write(data) or 0
 
 
+def _refuse_other_files(path: Path) -> None:
+    """Raises: OSError for a file with content whose first line is no row."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # another process may write the first row
+        first = file.readline() if file.peek(2)[:2] == b'{"' else file.read(SHOWN_BYTES)
+    is_torn = not first.endswith(b"\n") and TORN_FIRST_ROW.match(first) is not None
+    if first and not _is_row(first) and not is_torn:
+        raise _no_recording("begins", first)
+
+
+def _no_recording(where: str, found: bytes) -> OSError:
+    return OSError(errno.EINVAL, f"it is no recording, since it {where} with {found[:SHOWN_BYTES]!r}")
+
+
+def _is_row(line: bytes) -> bool:
+    """True if the line has the fields of a row. Their values may be those of another version."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and any(needed <= fields.keys() for needed in ROWS_FIELDS)
+
+
 def _mend(file: FileIO) -> None:
-    """Remove the rest of a row whose writer was killed. A whole row without an end of line gets one."""
+    """Remove the rest of a row whose writer was killed. A whole row without an end of line gets one.
+
+    Raises: OSError for a rest that is no part of a row. It stays.
+    """
     size = file.seek(0, os.SEEK_END)
     begin, part = size, b""
     while begin and b"\n" not in part:
         begin = file.seek(max(0, begin - MEND_BYTES))
         part = file.read(size - begin)
     part = part[part.rfind(b"\n") + 1 :]
-    if part:
-        try:
-            json.loads(part)
-        except ValueError:
-            file.truncate(size - len(part))
-        else:
-            _write(file, b"\n", size)
+    if not part:
+        return
+    if _is_row(part):
+        _write(file, b"\n", size)
+    elif b'{"'.startswith(part[:2]) and not _is_json(part):
+        file.truncate(size - len(part))
+    else:
+        raise _no_recording("ends", part)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def parse_row(line: str) -> TraceRow:
