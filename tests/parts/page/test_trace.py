@@ -93,6 +93,17 @@ def test_rewards_come_after_their_rollout(write):
     assert [c.reward for c in trace.prompts[0].candidates] == [0.0, 1.0]
 
 
+def test_rewards_may_come_before_their_rollout_or_without_one(write):
+    early, wrong = reward_row("r1", [("q1", 2, 1.0)]), reward_row("r1", [("q1", 9, 1.0)])
+    path = write(early, wrong, reward_row("r9", [("q1", 0, 1.0)]), ROLLOUT)
+    trace = read_trace(path)
+    assert [c.reward for c in trace.prompts[0].candidates] == [None, None, 1.0]
+    assert trace.skipped == (
+        f"{path}:2: rewards name candidate 9 of prompt 'q1': there is none",
+        f"{path}:3: rewards for rollout_id 'r9', which no row has",
+    )
+
+
 def test_what_the_server_writes_is_read_as_it_was(write, tmp_path):
     endings = [
         Ending(0, "finished", 9),
@@ -151,7 +162,6 @@ def test_what_the_server_writes_is_read_as_it_was(write, tmp_path):
         (ROLLOUT, "rollout_id 'r1' was there before"),
         (ROLLOUT | {"rollout_id": "r2", "prompts": ROLLOUT["prompts"] * 2}, "prompt 'q1' comes twice in one rollout"),
         (ROLLOUT | {"rollout_id": "r2", "max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
-        (reward_row("r9", [("q1", 0, 1.0)]), "rewards for rollout_id 'r9', which no earlier row has"),
         (reward_row("r1", [("q1", 9, 1.0)]), "rewards name candidate 9 of prompt 'q1': there is none"),
         ('{"prompt_id": "\\ud800", "lengths": [1]}', "prompt_id: "),
     ],

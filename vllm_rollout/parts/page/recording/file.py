@@ -59,7 +59,7 @@ def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int |
                     if not line.strip():
                         continue
                     try:
-                        builder.add(parse_row(line))
+                        builder.add(parse_row(line), f"{piece}:{number}")
                     except ValueError as error:
                         broken.append(f"{piece}:{number}: {reason_of(error)}")
                         if not skip_broken:
@@ -281,7 +281,8 @@ class _OpenRollout:
 
 @dataclass(slots=True)
 class _TraceBuilder:
-    """Collects rows. Rewards may come any time after their rollout. A row that raises changes nothing."""
+    """Collects rows. Rewards may come before their rollout, from another API process. A row that raises changes
+    nothing."""
 
     is_cut: bool = False
     """Older rows than the first one may have been thrown away."""
@@ -293,9 +294,13 @@ class _TraceBuilder:
     _num_session_groups: int = 0
     _steps: dict[int | None, list[_OpenPrompt]] = field(default_factory=dict)
     """The prompt rows that follow each other, by their "step"."""
+    _early: dict[str, list[tuple[str, RewardRow]]] = field(default_factory=dict)
+    """Places and rows of rewards whose rollout has not come, by its id."""
+    _left_out: list[str] = field(default_factory=list)
+    """Reason of each early row of rewards that its rollout cannot have."""
 
-    def add(self, row: TraceRow) -> None:
-        """Raises: ValueError for what contradicts earlier rows."""
+    def add(self, row: TraceRow, where: str) -> None:
+        """`where`: file and line. Raises: ValueError for what contradicts earlier rows."""
         if isinstance(row, SessionGroupRow):
             self._num_session_groups += 1
         elif isinstance(row, SessionRewardRow):
@@ -303,7 +308,10 @@ class _TraceBuilder:
         elif isinstance(row, RolloutRow):
             self._add_rollout(row)
         elif isinstance(row, RewardRow):
-            self._add_rewards(row)
+            if row.rollout_id in self._by_id:
+                self._add_rewards(row)
+            else:
+                self._early.setdefault(row.rollout_id, []).append((where, row))
         else:
             if row.step not in self._steps:
                 self._rollouts.append(_OpenRollout())
@@ -326,6 +334,8 @@ class _TraceBuilder:
                     f'prompt {twice!r} comes twice in step {number}. Give prompt rows a "step", or cut them with '
                     "--prompts-per-step."
                 )
+        early = [] if self.is_cut else [each for rows in self._early.values() for each in rows]
+        lost = [f"{where}: rewards for rollout_id {row.rollout_id!r}, which no row has" for where, row in early]
         num = self._num_session_groups
         closed = [TracedRollout(tuple(prompt.close() for prompt in each.prompts), each.id) for each in rollouts]
         usable = [
@@ -339,7 +349,7 @@ class _TraceBuilder:
             num_failed=sum((prompt.row.ends or []).count("failed") for each in rollouts for prompt in each.prompts),
             num_empty=sum(len(each.prompts) for each in closed) - sum(len(each.prompts) for each in usable),
             others=f"{num:,} group{'s' * (num != 1)} of sessions, which --sessions recorded replays" if num else "",
-            skipped=tuple(skipped),
+            skipped=(*skipped, *self._left_out, *lost),
         )
 
     def _add_rollout(self, row: RolloutRow) -> None:
@@ -355,13 +365,14 @@ class _TraceBuilder:
             self._models[row.model] = None
         self._group_sizes.add(row.group_size)
         self._detection_lengths.add(row.detection_length)
+        for where, early in self._early.pop(row.rollout_id, ()):
+            try:
+                self._add_rewards(early)
+            except ValueError as error:
+                self._left_out.append(f"{where}: {error}")
 
     def _add_rewards(self, row: RewardRow) -> None:
-        prompts = self._by_id.get(row.rollout_id)
-        if prompts is None and self.is_cut:
-            return
-        if prompts is None:
-            raise ValueError(f"rewards for rollout_id {row.rollout_id!r}, which no earlier row has")
+        prompts = self._by_id[row.rollout_id]
         for reward in row.rewards:
             prompt = prompts.get(reward.prompt_id)
             if prompt is None or reward.index >= len(prompt.rewards):
