@@ -172,6 +172,26 @@ def test_now_shows_groups_ranks_rounds_and_moves(browser: Any) -> None:
 
 
 @needs_browser
+def test_of_thousands_of_groups_those_that_run_are_drawn_and_the_others_are_in_the_table(browser: Any) -> None:
+    groups = [over(position) for position in range(2999)] + [prompt(2999, id="the last one")]
+    event = event_of("rollout", rollout("big", *groups, num_prompts=3000, num_candidates=48_000))
+    with looking(browser, Feed([SERVER, event, RANKS]), viewport={"width": 1200, "height": 800}) as page:
+        text(page, "more groups are in the table")
+        height = page.evaluate("document.querySelector('main canvas').height")
+        assert 1000 < height < 8000
+        assert drawn(page) > 20_000
+        page.focus("main canvas")
+        for _ in range(60):
+            page.keyboard.press("ArrowDown")
+        for _ in range(20):
+            page.keyboard.press("ArrowRight")
+        text(page, "the last one")
+        page.evaluate("location.hash = '#step'")
+        before = text(page, "drawn again at its end")
+        assert "where tokens went" in before
+
+
+@needs_browser
 def test_a_group_is_opened_by_keyboard_and_has_a_place_of_its_own(browser: Any) -> None:
     feed = Feed(RACE)
     feed.texts = "so 2 + 2 = 5"
@@ -211,7 +231,7 @@ def test_a_group_never_shows_texts_of_another_one(browser: Any) -> None:
         assert "MY TEXT" not in text(page, "the tokens are not here")
         with page.expect_response("**/watch/mine/0"):
             feed.slow = set()
-        page.wait_for_timeout(300)
+        page.wait_for_timeout(1100)
         assert "MY TEXT" not in page.inner_text("main")
         feed.without_texts.clear()
         feed.events.append(RANKS)
