@@ -315,7 +315,7 @@ def test_a_recording_whose_only_row_is_torn_is_begun_again(tmp_path):
         b"first\nlast line",
         b"\x01\n" + b"\xff" * 100_000,
         b'{"name": "x", "version"',
-        b"\n{\"",
+        b'\n{"',
         row_of("r0").encode() + b"\nlast line",
         row_of("r0").encode() + b'\n{"a": 1}',
     ],
