@@ -21,6 +21,7 @@ from vllm_rollout.parts.drafts.worker.runner import draft_in, drafts_of
 PROMPT = (1, 2, 3)
 ANSWER = tuple(range(10, 40))
 MAX_MODEL_LEN = 60
+VOCABULARY_SIZE = 1000
 
 
 class Every(DraftingRule):
@@ -54,7 +55,7 @@ class Runner:
             ),
             additional_config={},
             speculative_config=SimpleNamespace(num_speculative_tokens=MAX_DRAFT_TOKENS),
-            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
+            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: VOCABULARY_SIZE),
         )
         self.now = 0.0
         self.drafts = Drafts(config, clock=lambda: self.now)
@@ -226,6 +227,14 @@ def test_estimates_that_the_rule_does_not_want_are_not_drafted(runner):
 
 def of_model(name: str, vocab_size: int = 50) -> SimpleNamespace:
     return SimpleNamespace(tokenizer=name, get_vocab_size=lambda: vocab_size)
+
+
+@pytest.mark.parametrize("placeholder", [VOCABULARY_SIZE, 2**31 - 1])
+def test_a_draft_ends_before_a_token_that_the_model_does_not_have(runner, placeholder):
+    prompt = (5, 7, 8, placeholder, 9)
+    assert runner.step({"a": (7,)}, (request("a", prompt),))["a"] == [8]
+    assert runner.step({"b": (8,)}, (request("b", prompt),))["b"] == []
+    assert runner.faults.num == 0
 
 
 def test_drafts_survive_in_a_file_of_their_model(runner, tmp_path):

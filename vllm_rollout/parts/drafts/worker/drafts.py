@@ -57,6 +57,7 @@ class Drafts(WorkerPart):
         self._clock = clock
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
+        self._vocabulary_size = vllm_config.model_config.get_vocab_size()
         self._batch: Callable[[], InputBatch] | None = None
         self._faults = Faults()
         self._file: DraftsFile | None = None
@@ -144,7 +145,9 @@ class Drafts(WorkerPart):
         )
         if not found.tokens.size:
             return drafts
-        is_draft = found.tokens >= 0
+        # Placeholders of an image in a prompt are tokens that the model does not have.
+        is_known = (found.tokens >= 0) & (found.tokens < self._vocabulary_size)
+        is_draft = np.logical_and.accumulate(is_known, axis=1)
         bins = np.where(is_draft, (found.probabilities * NUM_BINS).astype(np.int64).clip(max=NUM_BINS - 1), NO_BIN)
         choice = self.rule.choose(len(request_ids), np.bincount(bins[is_draft], minlength=NUM_BINS).tolist())
         lengths = (bins >= choice.least_bin).sum(axis=1)
