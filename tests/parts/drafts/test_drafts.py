@@ -250,7 +250,7 @@ def test_drafts_survive_in_a_file_of_their_model(runner, tmp_path):
     assert same.step({"b": ANSWER[:1]}, (request("b"),))["b"] == list(ANSWER[1:8])
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{torn", None])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{torn", b"[" * 200_000 + b"\n", None])
 def test_a_file_that_cannot_be_read_keeps_nobody_from_starting(runner, tmp_path, content):
     path = tmp_path / "drafts-0"
     if content is None:
@@ -263,6 +263,26 @@ def test_a_file_that_cannot_be_read_keeps_nobody_from_starting(runner, tmp_path,
     if content is None:
         file.save()
     assert runner.drafts.memory.num_prompts == 0
+
+
+def test_a_file_that_is_larger_than_the_memory_is_not_read(runner, tmp_path, monkeypatch):
+    path = tmp_path / "drafts-0"
+    with path.open("wb") as file:
+        file.truncate(runner.drafts.memory.max_bytes + (1 << 20))
+    monkeypatch.setattr(Path, "read_bytes", lambda _: pytest.fail("it is read"))
+    DraftsFile(path, runner.drafts.memory, of_model("one")).load()
+    assert runner.drafts.memory.num_prompts == 0
+
+
+def test_a_memory_that_is_refused_keeps_nobody_from_starting(runner, tmp_path, monkeypatch):
+    path = tmp_path / "drafts-0"
+    DraftsFile(path, runner.drafts.memory, of_model("one")).save()
+
+    def refused(_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(runner.drafts.memory, "load", refused)
+    DraftsFile(path, runner.drafts.memory, of_model("one")).load()
 
 
 def test_workers_that_each_have_a_scheduler_are_refused():
