@@ -13,6 +13,7 @@ from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.ports import WorkerPart, WorkerParts
 from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, NUM_BINS, Choice, DraftingRule
+from vllm_rollout.parts.drafts.worker import drafts as drafts_module
 from vllm_rollout.parts.drafts.worker import runner as runner_module
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
@@ -283,6 +284,16 @@ def test_a_memory_that_is_refused_keeps_nobody_from_starting(runner, tmp_path, m
 
     monkeypatch.setattr(runner.drafts.memory, "load", refused)
     DraftsFile(path, runner.drafts.memory, of_model("one")).load()
+
+
+def test_a_memory_in_python_is_said_with_its_reason(monkeypatch):
+    monkeypatch.setenv("VLLM_ROLLOUT_OPS", "torch")
+    warned = []
+    monkeypatch.setattr(drafts_module.logger, "warning", lambda said, *values: warned.append(said % values))
+    Runner()
+    (said,) = warned
+    assert "drafts are made in Python" in said
+    assert "VLLM_ROLLOUT_OPS" in said
 
 
 def test_workers_that_each_have_a_scheduler_are_refused():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -26,6 +27,8 @@ from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule, draft_key
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 from vllm_rollout.parts.drafts.worker.memory import DraftMemory
+
+logger = init_logger("vllm.vllm_rollout")
 
 NO_BIN = -1
 """Bin of a place without a draft."""
@@ -53,6 +56,8 @@ class Drafts(WorkerPart):
                 "worker would choose others: leave speculative_config out, or let vLLM launch the workers"
             )
         self.memory = DraftMemory(DraftsOptions.of(vllm_config).memory_bytes)
+        if (reason := self.memory.implementation.reason) is not None:
+            logger.warning("vllm_rollout: drafts are made in Python, which delays each step: %s", reason)
         self.rule = DraftingRule()
         self._clock = clock
         self._most = vllm_config.speculative_config.num_speculative_tokens
