@@ -173,13 +173,13 @@ def check_imports(packages: Sequence[str]) -> Finding:
 def check_operators(folder: Path, compiler: str | None) -> Finding:
     """Check that the C++ operators are built and can be loaded. `folder`: the folder of this package."""
     compiler_first = "Install a compiler (Debian: apt install g++). " if compiler is None else ""
-    slower = "the torch versions run instead, which are slower on a CPU."
     built = next(iter(sorted(folder.glob("_C*.so"))), None)
     if built is None:
-        return Finding("C++ operators", "warning", f"not built: {slower} {compiler_first}Run {build_command()}")
+        slower = "not built: the torch versions run instead, which are slower on a CPU."
+        return Finding("C++ operators", "warning", f"{slower} {compiler_first}Run {build_command()}")
     if fault := _load_fault(built):
-        said = f"built, but they cannot be loaded ({fault}): {slower} {compiler_first}Run {build_command()}"
-        return Finding("C++ operators", "warning", said)
+        slower = f"built, but they cannot be loaded ({fault}): the torch versions run instead."
+        return Finding("C++ operators", "warning", f"{slower} {compiler_first}Run {build_command()}")
     return ok("C++ operators", "built")
 
 

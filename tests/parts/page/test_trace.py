@@ -323,7 +323,7 @@ def test_a_recording_whose_only_row_is_torn_is_begun_again(tmp_path):
 def test_a_file_that_is_no_recording_stays_as_it_is(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(OSError, match="it is no recording, since it (begins|ends) with b"):
+    with pytest.raises(OSError, match=r"it is no recording, since it (begins|ends) with b"):
         TraceFile(path)
     assert path.read_bytes() == content
 

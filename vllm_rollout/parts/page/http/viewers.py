@@ -2,7 +2,8 @@
 
 Invariants: without a viewer or a record the engine is not asked at all. With any number of them it is asked once per
 tick, and each change is encoded once. Texts of a running group are an extra request to the engine, shared by all
-readers of the same tick. The text of an ended candidate is made once. A slow viewer misses ticks and is then sent everything anew.
+readers of the same tick. The text of an ended candidate is made once. A slow viewer misses ticks and is then sent
+everything anew.
 """
 
 from __future__ import annotations

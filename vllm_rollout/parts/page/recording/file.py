@@ -113,7 +113,8 @@ class TraceFile:
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
         """`max_bytes`: of both pieces together, 0 for no bound.
 
-        Raises: OSError for a path that cannot be written, and for a file that is no recording. That file stays as it is.
+        Raises: OSError for a path that cannot be written, and for a file that is no recording. That file stays as it
+        is.
         """
         self._path = path
         self._max_bytes = max_bytes
