@@ -130,6 +130,10 @@ def test_the_command_prints_a_table_and_says_what_is_wrong(tmp_path):
     (tmp_path / "steps-0.jsonl").write_text('{"rank": 0, "speed": 1, "pid": 1}\n[1, 2]\n')
     with pytest.raises(ValueError, match=r"steps-0\.jsonl:2: not a step log"):
         read_steps(tmp_path)
+    texts = json.dumps(["1"] * len(LoggedStep._fields))
+    (tmp_path / "steps-0.jsonl").write_text(f'{{"rank": 0, "speed": 1, "pid": 1}}\n{texts}\n')
+    with pytest.raises(ValueError, match=r"steps-0\.jsonl:2: not a step log .*a step has numbers"):
+        read_steps(tmp_path)
     (tmp_path / "steps-0.jsonl").write_text(
         '{"rank": 0, "speed": 1, "pid": 1}\n' + "".join(json.dumps(row) + "\n" for row in STEPS)
     )
