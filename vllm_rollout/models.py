@@ -107,9 +107,10 @@ def is_fetched(name: str) -> bool:
     model = _lookup(name)
     try:
         card = json.loads((cache_dir() / name / "model_card.json").read_text())
-    except OSError:
+    except (OSError, ValueError, RecursionError):
         return False
-    return card["recipe"] == RECIPE and card["gguf_sha256"] == model.gguf_sha256
+    said = (card.get("recipe"), card.get("gguf_sha256")) if isinstance(card, dict) else None
+    return said == (RECIPE, model.gguf_sha256)
 
 
 def resolve(name_or_path: str) -> str:

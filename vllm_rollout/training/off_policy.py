@@ -121,8 +121,9 @@ def importance_weights(
     chosen = at_level(tokens, counted, correction.rollout_is or "token")
     kept = counted & chosen.isfinite()
     for level, (low, high) in correction.rollout_rs.items():
-        ratios = bounded_exp(at_level(tokens, counted, level))
-        kept = kept & (ratios >= low) & (ratios <= high)
+        logs = at_level(tokens, counted, level)
+        ratios = bounded_exp(logs)
+        kept = kept & logs.isfinite() & (ratios >= low) & (ratios <= high)
     if correction.rollout_is is None:
         return ImportanceWeights(kept.to(tokens.dtype), kept, torch.zeros_like(kept), counted, tokens)
     limit = correction.rollout_is_threshold or math.inf

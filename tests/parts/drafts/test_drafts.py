@@ -13,6 +13,7 @@ from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.ports import WorkerPart, WorkerParts
 from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, NUM_BINS, Choice, DraftingRule
+from vllm_rollout.parts.drafts.worker import drafts as drafts_module
 from vllm_rollout.parts.drafts.worker import runner as runner_module
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
@@ -21,6 +22,7 @@ from vllm_rollout.parts.drafts.worker.runner import draft_in, drafts_of
 PROMPT = (1, 2, 3)
 ANSWER = tuple(range(10, 40))
 MAX_MODEL_LEN = 60
+VOCABULARY_SIZE = 1000
 
 
 class Every(DraftingRule):
@@ -54,7 +56,7 @@ class Runner:
             ),
             additional_config={},
             speculative_config=SimpleNamespace(num_speculative_tokens=MAX_DRAFT_TOKENS),
-            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
+            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: VOCABULARY_SIZE),
         )
         self.now = 0.0
         self.drafts = Drafts(config, clock=lambda: self.now)
@@ -228,6 +230,14 @@ def of_model(name: str, vocab_size: int = 50) -> SimpleNamespace:
     return SimpleNamespace(tokenizer=name, get_vocab_size=lambda: vocab_size)
 
 
+@pytest.mark.parametrize("placeholder", [VOCABULARY_SIZE, 2**31 - 1])
+def test_a_draft_ends_before_a_token_that_the_model_does_not_have(runner, placeholder):
+    prompt = (5, 7, 8, placeholder, 9)
+    assert runner.step({"a": (7,)}, (request("a", prompt),))["a"] == [8]
+    assert runner.step({"b": (8,)}, (request("b", prompt),))["b"] == []
+    assert runner.faults.num == 0
+
+
 def test_drafts_survive_in_a_file_of_their_model(runner, tmp_path):
     runner.step({"a": ANSWER[:8]}, (request("a"),))
     path = tmp_path / "drafts-0"
@@ -241,7 +251,7 @@ def test_drafts_survive_in_a_file_of_their_model(runner, tmp_path):
     assert same.step({"b": ANSWER[:1]}, (request("b"),))["b"] == list(ANSWER[1:8])
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{torn", None])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{torn", b"[" * 200_000 + b"\n", None])
 def test_a_file_that_cannot_be_read_keeps_nobody_from_starting(runner, tmp_path, content):
     path = tmp_path / "drafts-0"
     if content is None:
@@ -254,6 +264,36 @@ def test_a_file_that_cannot_be_read_keeps_nobody_from_starting(runner, tmp_path,
     if content is None:
         file.save()
     assert runner.drafts.memory.num_prompts == 0
+
+
+def test_a_file_that_is_larger_than_the_memory_is_not_read(runner, tmp_path, monkeypatch):
+    path = tmp_path / "drafts-0"
+    with path.open("wb") as file:
+        file.truncate(runner.drafts.memory.max_bytes + (1 << 20))
+    monkeypatch.setattr(Path, "read_bytes", lambda _: pytest.fail("it is read"))
+    DraftsFile(path, runner.drafts.memory, of_model("one")).load()
+    assert runner.drafts.memory.num_prompts == 0
+
+
+def test_a_memory_that_is_refused_keeps_nobody_from_starting(runner, tmp_path, monkeypatch):
+    path = tmp_path / "drafts-0"
+    DraftsFile(path, runner.drafts.memory, of_model("one")).save()
+
+    def refused(_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(runner.drafts.memory, "load", refused)
+    DraftsFile(path, runner.drafts.memory, of_model("one")).load()
+
+
+def test_a_memory_in_python_is_said_with_its_reason(monkeypatch):
+    monkeypatch.setenv("VLLM_ROLLOUT_OPS", "torch")
+    warned = []
+    monkeypatch.setattr(drafts_module.logger, "warning", lambda said, *values: warned.append(said % values))
+    Runner()
+    (said,) = warned
+    assert "drafts are made in Python" in said
+    assert "VLLM_ROLLOUT_OPS" in said
 
 
 def test_workers_that_each_have_a_scheduler_are_refused():

@@ -19,6 +19,8 @@ def test_memory_is_a_whole_power_of_two_and_its_file_is_in_the_state(parsed, tmp
     ("flags", "said"),
     [
         (("--async-scheduling",), "vLLM schedules synchronously. Leave out one of them."),
+        (("--rollout-draft-memory-mib", "1e308"), "must be at most 1,099,511,627,776 MiB, got '1e308'"),
+        (("--rollout-feature-ring-mib", "1e308"), "must be at most 1,099,511,627,776 MiB, got '1e308'"),
         (("--speculative-config", '{"method": "ngram"}'), "vLLM has one source of drafts. Leave out one of them."),
     ],
 )

@@ -11,13 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
+from vllm.sampling_params import SamplingParams
 
 from vllm_rollout.cli import app
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.emulation.command import report
 from vllm_rollout.parts.emulation.device import Device, StepWork, cost_of, step_seconds
+from vllm_rollout.parts.emulation.fate import Fate, Fates
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.emulation.step_log import LoggedStep, LoggedSteps, StepLog, Summary, read_steps
 from vllm_rollout.parts.emulation.tokens import PERIOD, Vocabulary, succeeded
+from vllm_rollout.parts.emulation.worker.request import EmulatedRequest
 
 TEN_MS = Settings.model_validate({"step": {"ms": 10, "ms_per_request": 0}})
 ONE = StepWork(1, 1, 0)
@@ -125,6 +130,10 @@ def test_the_command_prints_a_table_and_says_what_is_wrong(tmp_path):
     (tmp_path / "steps-0.jsonl").write_text('{"rank": 0, "speed": 1, "pid": 1}\n[1, 2]\n')
     with pytest.raises(ValueError, match=r"steps-0\.jsonl:2: not a step log"):
         read_steps(tmp_path)
+    texts = json.dumps(["1"] * len(LoggedStep._fields))
+    (tmp_path / "steps-0.jsonl").write_text(f'{{"rank": 0, "speed": 1, "pid": 1}}\n{texts}\n')
+    with pytest.raises(ValueError, match=r"steps-0\.jsonl:2: not a step log .*a step has numbers"):
+        read_steps(tmp_path)
     (tmp_path / "steps-0.jsonl").write_text(
         '{"rank": 0, "speed": 1, "pid": 1}\n' + "".join(json.dumps(row) + "\n" for row in STEPS)
     )
@@ -163,3 +172,17 @@ def test_the_rules_know_what_a_step_costs(num_requests: int, context: int):
     settings = Settings.model_validate({"step": {"ms": 5, "ms_per_request": 0.03, "ms_per_context_token": 2e-5}})
     seconds = step_seconds(settings)(StepWork(num_requests, num_requests * context, 0))
     assert cost_of(settings).ptl(num_requests, context) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("length", "min_tokens", "num_before", "found"), [
+    (3, 50, 0, 51), (80, 50, 0, 80), (3, 0, 0, 3), (3, 50, 10, 61), (51, 50, 0, 51), (1, 1, 0, 2),
+])  # fmt: skip
+def test_a_candidate_ends_after_its_min_tokens(length, min_tokens, num_before, found):
+    params = SamplingParams(max_tokens=200, min_tokens=min_tokens, stop_token_ids=[7])
+    tag = CandidateTag("g", 0, GroupTerms(1, 2), 1, num_resumed=num_before)
+    fate = Fate(length, succeeds=True, score=0.0, salt=3)
+    fates = Fates(Settings())
+    request = EmulatedRequest("g/0", [1] * (9 + num_before), params, fates, Vocabulary(1000, {7}), (), tag, fate)
+    said = [request.token(number) for number in range(1, 101)]
+    assert said.index(7) + 1 == found
+    assert succeeded(said[:found]) == (found > 1)

@@ -15,7 +15,10 @@ def test_a_configuration_file_takes_the_page_away(parsed, tmp_path):
 def test_a_recording_that_cannot_be_written_is_refused(refusal, tmp_path):
     assert "must be a whole number of MiB, 0 for no bound, got '-1'" in refusal("--rollout-record-max-mib", "-1")
     said = refusal("--rollout-record", str(tmp_path / "nowhere" / "file"))
-    assert "No such file or directory. Name a file that can be written." in said
+    assert "No such file or directory. Name a recording, or a new file that can be written." in said
+    (notes := tmp_path / "notes.txt").write_text("first\nlast line")
+    said = refusal("--rollout-record", str(notes))
+    assert f"{notes}: it is no recording, since it begins with b'first\\nlast line'. Name a recording, or" in said
 
 
 def test_a_switch_of_a_configuration_file_is_never_left_out_silently(refusal, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request, Response
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 from tests.kernel.http.conftest import serving
 from tests.parts.page.browser import HOSTILE, chromium, drawn, needs_browser, page_at, text
@@ -70,6 +70,9 @@ class Feed:
     def __init__(self, events: list[bytes], key: str | None = None) -> None:
         self.events, self.key, self.texts = list(events), key, ""
         self.num_connected = 0
+        self.without_texts: set[str] = set()
+        self.slow: set[str] = set()
+        """Rollouts whose texts are not told before they are taken out of it."""
         self.ends_after: int | None = None
         app = FastAPI()
         app.include_router(page_router())
@@ -82,7 +85,11 @@ class Feed:
             return StreamingResponse(self._tell(), media_type="text/event-stream")
 
         @app.get("/v1/rollouts/watch/{rollout_id}/{position}")
-        async def texts(rollout_id: str, position: int) -> dict[str, Any]:
+        async def texts(rollout_id: str, position: int) -> Any:
+            if rollout_id in self.without_texts:
+                return JSONResponse({"error": {"message": "the tokens are not here"}}, 404)
+            while rollout_id in self.slow:
+                await asyncio.sleep(0.01)
             candidates = [{"index": i, "text": self.texts} for i in range(3)]
             return {"prompt_id": rollout_id, "prompt": self.texts, "candidates": candidates}
 
@@ -165,6 +172,26 @@ def test_now_shows_groups_ranks_rounds_and_moves(browser: Any) -> None:
 
 
 @needs_browser
+def test_of_thousands_of_groups_those_that_run_are_drawn_and_the_others_are_in_the_table(browser: Any) -> None:
+    groups = [over(position) for position in range(2999)] + [prompt(2999, id="the last one")]
+    event = event_of("rollout", rollout("big", *groups, num_prompts=3000, num_candidates=48_000))
+    with looking(browser, Feed([SERVER, event, RANKS]), viewport={"width": 1200, "height": 800}) as page:
+        text(page, "more groups are in the table")
+        height = page.evaluate("document.querySelector('main canvas').height")
+        assert 1000 < height < 8000
+        assert drawn(page) > 20_000
+        page.focus("main canvas")
+        for _ in range(60):
+            page.keyboard.press("ArrowDown")
+        for _ in range(20):
+            page.keyboard.press("ArrowRight")
+        text(page, "the last one")
+        page.evaluate("location.hash = '#step'")
+        before = text(page, "drawn again at its end")
+        assert "where tokens went" in before
+
+
+@needs_browser
 def test_a_group_is_opened_by_keyboard_and_has_a_place_of_its_own(browser: Any) -> None:
     feed = Feed(RACE)
     feed.texts = "so 2 + 2 = 5"
@@ -186,6 +213,35 @@ def test_a_group_is_opened_by_keyboard_and_has_a_place_of_its_own(browser: Any) 
         page.keyboard.press("2")
         text(page, "where tokens went")
         assert page.evaluate("location.hash") == "#step/race"
+
+
+@needs_browser
+def test_a_group_never_shows_texts_of_another_one(browser: Any) -> None:
+    feed = Feed([SERVER, event_of("rollout", rollout("mine", prompt(0, id="MY PROMPT"))), RANKS])
+    feed.texts, feed.without_texts = "MY TEXT", {"theirs"}
+    with looking(browser, feed, "#group") as page:
+        text(page, "MY TEXT")
+        feed.slow = {"mine"}
+        page.wait_for_timeout(1100)
+        with page.expect_request("**/watch/mine/0"):
+            feed.events.append(RANKS)
+        feed.events.append(event_of("rollout", rollout("mine", over(0, id="MY PROMPT"), state="over", seconds=9.0)))
+        feed.events.append(event_of("rollout", rollout("theirs", prompt(0, id="THEIR PROMPT"))))
+        assert "MY TEXT" not in text(page, "THEIR PROMPT")
+        assert "MY TEXT" not in text(page, "the tokens are not here")
+        with page.expect_response("**/watch/mine/0"):
+            feed.slow = set()
+        page.wait_for_timeout(1100)
+        assert "MY TEXT" not in page.inner_text("main")
+        feed.without_texts.clear()
+        feed.events.append(RANKS)
+        text(page, "MY TEXT")
+        feed.without_texts = {"theirs"}
+        page.wait_for_timeout(1100)
+        feed.events.append(RANKS)
+        assert "MY TEXT" not in text(page, "the tokens are not here")
+        page.evaluate("location.hash = '#group/theirs/7'")
+        assert "tokens" not in text(page, "There is no such group here")
 
 
 @needs_browser

@@ -140,6 +140,10 @@ def test_a_server_that_refuses(status: int, remedy: str) -> None:
         ('{"prompt_id": "q", "lengths": [3]}', "holds no rollout, only single prompts"),
         ('{"id": "r", "created": 1, "model": "m", "usage": {}, "timing": {}}', "this answer has no receipt"),
         ("[" * 100_000, "nested too deeply"),
+        (
+            '{"rollout_id": "r", "prompts": [{"id": "a", "lengths": [3, 4], "selected": [7]}]}',
+            "prompts.0: selected names candidate 7, and there are 2",
+        ),
     ],
 )
 def test_what_is_neither(tmp_path: Path, text: str | None, said: str) -> None:
@@ -153,6 +157,14 @@ def test_what_is_neither(tmp_path: Path, text: str | None, said: str) -> None:
 def test_nobody_at_that_address() -> None:
     code, said = run("http://127.0.0.1:9")
     assert (code, "http://127.0.0.1:9" in said) == (1, True)
+
+
+def test_a_key_that_no_header_takes_and_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said = run("http://[bad")
+    assert (code, "http://[bad" in said) == (1, True), said
+    monkeypatch.setenv("VLLM_API_KEY", "schlüssel")
+    code, said = run("http://127.0.0.1:9")
+    assert (code, "VLLM_API_KEY, must be ASCII characters, got 'schlüssel'" in said) == (1, True), said
 
 
 def test_groups_of_sessions_are_counted_and_their_sum_has_the_time_in_which_any_ran(trace: Path) -> None:

@@ -115,6 +115,18 @@ def test_rewards_of_what_is_told_no_more_push_nobody_out(tmp_path: Path):
     assert [id for id in ids if f'"{id}"' in told] == ids[3:]
 
 
+def test_rewards_that_came_before_their_rollout_are_told_after_it(tmp_path: Path):
+    early = [{"rollout_id": id, "rewards": [{"prompt_id": "q", "index": 0, "reward": 1.0}]} for id in ("a", "b")]
+    path = write(tmp_path / "run.jsonl", *early, rollout("a"))
+    with recorded_feed.GrowingFile(path) as file:
+        told = [file.newest(3)]
+        write(path, rollout("b"))
+        told.append(file.more())
+    for events, id in zip(told, ("a", "b"), strict=True):
+        assert [event.split(b"\n")[0] for event in events] == [b"event: rollout", b"event: rewards"]
+        assert all(f'"rollout_id":"{id}"'.encode() in event for event in events)
+
+
 def test_a_file_that_is_not_there_is_refused_at_once(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         RecordedFeed(tmp_path / "none")

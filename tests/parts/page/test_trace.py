@@ -93,6 +93,17 @@ def test_rewards_come_after_their_rollout(write):
     assert [c.reward for c in trace.prompts[0].candidates] == [0.0, 1.0]
 
 
+def test_rewards_may_come_before_their_rollout_or_without_one(write):
+    early, wrong = reward_row("r1", [("q1", 2, 1.0)]), reward_row("r1", [("q1", 9, 1.0)])
+    path = write(early, wrong, reward_row("r9", [("q1", 0, 1.0)]), ROLLOUT)
+    trace = read_trace(path)
+    assert [c.reward for c in trace.prompts[0].candidates] == [None, None, 1.0]
+    assert trace.skipped == (
+        f"{path}:2: rewards name candidate 9 of prompt 'q1': there is none",
+        f"{path}:3: rewards for rollout_id 'r9', which no row has",
+    )
+
+
 def test_what_the_server_writes_is_read_as_it_was(write, tmp_path):
     endings = [
         Ending(0, "finished", 9),
@@ -151,7 +162,6 @@ def test_what_the_server_writes_is_read_as_it_was(write, tmp_path):
         (ROLLOUT, "rollout_id 'r1' was there before"),
         (ROLLOUT | {"rollout_id": "r2", "prompts": ROLLOUT["prompts"] * 2}, "prompt 'q1' comes twice in one rollout"),
         (ROLLOUT | {"rollout_id": "r2", "max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
-        (reward_row("r9", [("q1", 0, 1.0)]), "rewards for rollout_id 'r9', which no earlier row has"),
         (reward_row("r1", [("q1", 9, 1.0)]), "rewards name candidate 9 of prompt 'q1': there is none"),
         ('{"prompt_id": "\\ud800", "lengths": [1]}', "prompt_id: "),
     ],
@@ -278,7 +288,8 @@ def test_several_processes_write_whole_rows_into_the_same_pieces(tmp_path):
     [
         ('{"rollout_id": "torn", "prom', ["r0", "next"]),
         ('{"prompts": [], "rollout_id": "whole"}', ["r0", "whole", "next"]),
-        ("x" * (1 << 17), ["r0", "next"]),
+        ('{"rollout_id": "' + "x" * (1 << 17), ["r0", "next"]),
+        ("{", ["r0", "next"]),
     ],
 )
 def test_what_a_killed_writer_left_is_no_row(tmp_path, left, ids):
@@ -286,3 +297,41 @@ def test_what_a_killed_writer_left_is_no_row(tmp_path, left, ids):
     path.write_text(f"{row_of('r0')}\n{left}")
     TraceFile(path).append(row_of("next"))
     assert rollouts_in(path) == ids
+
+
+def test_a_recording_whose_only_row_is_torn_is_begun_again(tmp_path):
+    path = tmp_path / "recorded.jsonl"
+    path.write_text(row_of("torn")[:30])
+    TraceFile(path).append(row_of("next"))
+    assert rollouts_in(path) == ["next"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{\n  "a": 1\n}',
+        b'{"a": 1}',
+        b'{"a": 1}\n',
+        b"first\nlast line",
+        b"\x01\n" + b"\xff" * 100_000,
+        b'{"name": "x", "version"',
+        b'\n{"',
+        row_of("r0").encode() + b"\nlast line",
+        row_of("r0").encode() + b'\n{"a": 1}',
+    ],
+)
+def test_a_file_that_is_no_recording_stays_as_it_is(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=r"it is no recording, since it (begins|ends) with b"):
+        TraceFile(path)
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_is_no_recording_keeps_its_mode(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("first\nlast line")
+    path.chmod(0o644)
+    with pytest.raises(OSError, match="it is no recording"):
+        TraceFile(path)
+    assert path.stat().st_mode & 0o777 == 0o644

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,66 @@ async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
             await http.get(path)
             assert len(asked) == 2
             await answering
+
+
+async def test_the_text_of_an_ended_candidate_is_made_once(
+    engine: FakeEngine, app: FastAPI, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[tuple[int, ...]] = []
+    prompts: list[PreparedPrompt] = []
+    text_of, prompt_text = FakeEngine.text_of, FakeEngine.prompt_text
+
+    def counted(its: FakeEngine, prompt: PreparedPrompt, token_ids: Any, *, stopped: bool) -> str:
+        made.append(tuple(token_ids))
+        return text_of(its, prompt, token_ids, stopped=stopped)
+
+    def counted_prompt(its: FakeEngine, prompt: PreparedPrompt) -> str:
+        prompts.append(prompt)
+        return prompt_text(its, prompt)
+
+    monkeypatch.setattr(FakeEngine, "text_of", counted)
+    monkeypatch.setattr(FakeEngine, "prompt_text", counted_prompt)
+    monkeypatch.setattr(viewers, "TICK_S", 0.001)
+    engine.step_s, engine.lengths = 0.005, {0: 2, 1: 400, 2: 400, 3: 400}
+    with serving(app) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http, watching(url) as viewer:
+            await viewer.until(lambda name, _: name == "server")
+            answering = asyncio.create_task(
+                http.post("/v1/rollouts", json=body("a", sampling_params={"max_tokens": 400}))
+            )
+            row = await viewer.until(lambda name, data: name == "group" and data["prompt"]["ends"][0] == "stop")
+            path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
+            looks = []
+            for _ in range(3):
+                looks.append((await http.get(path)).json())
+                await asyncio.sleep(0.01)
+            assert len({look["candidates"][0]["text"] for look in looks}) == 1
+            assert [len(tokens) for tokens in made].count(2) == 1
+            await answering
+            before = len(made)
+            last = [(await http.get(path)).json() for _ in range(2)]
+    assert last[0] == last[1]
+    assert len(made) == before + 3
+    assert len(prompts) == 1
+
+
+async def test_a_candidate_that_ends_again_has_its_new_text(
+    engine: FakeEngine, app: FastAPI, monkeypatch: pytest.MonkeyPatch
+):
+    async with http_of(app) as http:
+        feed = viewers_of(app).feed()
+        await anext(feed)
+        id = (await http.post("/v1/rollouts", json=body("a"))).json()["id"]
+        path = f"/v1/rollouts/watch/{id}/0"
+        before = (await http.get(path)).json()["candidates"][1]["text"]
+        group = viewers_of(app)._with_text[id].groups[0]
+        end = group.record.ends[1]
+        group.record.ends[1] = replace(end, token_ids=end.token_ids[:1], text=None)
+        assert (await http.get(path)).json()["candidates"][1]["text"] != before
+        assert group.texts
+        group.begin_again()
+        assert not group.texts
+        await feed.aclose()
 
 
 async def test_texts_of_long_rollouts_are_not_kept(app: FastAPI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -196,8 +197,31 @@ def test_operators_that_are_not_built_say_whether_a_compiler_is_missing(tmp_path
     with_compiler = check_operators(tmp_path, "/usr/bin/g++").found
     assert "g++" not in with_compiler
     assert with_compiler.endswith(build_command())
-    (tmp_path / "_C.abi3.so").touch()
-    assert check_operators(tmp_path, None).level == "ok"
+    assert check_operators(Path(models.__file__).parent, None).level == "ok"
+
+
+def test_operators_that_cannot_be_loaded_are_said(tmp_path):
+    (tmp_path / "_C.abi3.so").write_bytes(b"not a library")
+    level, found = said(check_operators(tmp_path, "/usr/bin/g++"))
+    assert level == "warning"
+    assert found.startswith("built, but they cannot be loaded (ImportError: ")
+    assert found.endswith(build_command())
+
+
+@pytest.mark.parametrize(
+    ("torch", "requirements", "level"),
+    [
+        ("2.7.0+cpu", ["torch==2.13.0+cpu"], "problem"),
+        ("2.13.0+cpu", ["torch==2.13.0+cpu"], "ok"),
+        ("2.13.0", ['torch==2.13.0+cpu; platform_machine == "none"', "torch==2.13.0"], "ok"),
+        ("2.14.0", ["numpy==1.0", "torch>=2.13.0"], "ok"),
+        ("2.7.0", ["torchvision==1.0"], "ok"),
+    ],
+)
+def test_a_torch_that_vllm_is_not_built_for_is_said(torch, requirements, level):
+    finding = check_torch_for_vllm(torch, None, "0.32.0", requirements)
+    assert finding.level == level
+    assert level == "ok" or "vLLM 0.32.0 is built for torch==2.13.0. Make the environment anew" in finding.found
 
 
 def test_a_slow_number_type_is_a_warning():
@@ -221,13 +245,46 @@ def test_too_little_memory_is_a_problem():
     assert said(check_memory(16 * GIB)) == ("ok", "16.0 GiB available, KV cache 2 GiB")
 
 
+TWO_GPUS = "GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
+LOST = "Unable to determine the device handle for GPU 0000:01:00.0: GPU is lost.  Reboot the system to recover this GPU"
+
+
+def test_gpus_are_counted_by_their_lines():
+    assert said(check_gpu(f"{TWO_GPUS}  MIG 1g.18gb Device 0: (UUID: MIG-1)\n", on_cpu=False)) == ("ok", "2 found")
+    level, found = said(check_gpu(LOST, on_cpu=False))
+    assert (level, found.startswith("none found"), found.endswith(LOST)) == ("problem", True, True)
+    level, found = said(check_gpu(f"{TWO_GPUS}{LOST}\n", on_cpu=False))
+    assert (level, found) == ("warning", f"2 found, but not all are well. Check nvidia-smi. nvidia-smi says: {LOST}")
+    assert check_gpu(LOST, on_cpu=True).level == "ok"
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "2", "none", "-1,0"])
+def test_gpus_that_a_variable_hides_are_said(visible):
+    level, found = said(check_gpu(TWO_GPUS, on_cpu=False, visible=visible))
+    assert level == "problem"
+    assert "hides all of them. Unset it, or name one." in found
+
+
+@pytest.mark.parametrize("visible", ["0", "1,0", " 1", "GPU-2", "MIG-1"])
+def test_gpus_that_a_variable_names_are_there(visible):
+    assert check_gpu(TWO_GPUS, on_cpu=False, visible=visible).level == "ok"
+
+
+def test_what_a_failing_nvidia_smi_says_is_told(tmp_path, monkeypatch):
+    failing = tmp_path / "nvidia-smi"
+    failing.write_text("#!/bin/sh\necho No driver is loaded >&2\nexit 9\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    level, found = said(check_gpu(listed_gpus(), on_cpu=False))
+    assert (level, found.endswith("nvidia-smi says: No driver is loaded")) == ("problem", True)
+
+
 def test_a_gpu_that_is_not_used_and_one_that_is_missing_are_said():
-    two = "GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n".replace("UUID: GPU-", "UUID: ")
-    unused, missing = check_gpu(two, on_cpu=True), check_gpu("", on_cpu=False)
+    unused, missing = check_gpu(TWO_GPUS, on_cpu=True), check_gpu("", on_cpu=False)
     assert (unused.level, missing.level) == ("warning", "problem")
     assert "2 found, but the CPU build of vLLM is installed" in unused.found
     assert "make install DEVICE=cuda" in unused.found
-    assert [check_gpu(two, on_cpu=False).level, check_gpu("", on_cpu=True).level] == ["ok", "ok"]
+    assert [check_gpu(TWO_GPUS, on_cpu=False).level, check_gpu("", on_cpu=True).level] == ["ok", "ok"]
 
 
 def test_a_gpu_driver_that_hangs_is_no_gpu(tmp_path, monkeypatch):

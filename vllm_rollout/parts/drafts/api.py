@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from vllm_rollout.kernel.api.flags import Flags, positive
+from vllm_rollout.kernel.api.flags import Flags, mebibytes
 from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG, DraftsOptions
 
 
@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-draft-memory-mib",
         metavar="MIB",
-        type=positive,
+        type=mebibytes,
         default=DraftsOptions().memory_bytes / 2**20,
         help="Host memory for answers that serve as drafts. If the memory is full, answers that were not used for "
         "longest are removed first. Default: %(default)s.",

@@ -209,8 +209,11 @@ def _read(path: Path) -> LoggedSteps:
         for row in rows:
             number += 1
             read = json.loads(row)
-            if not isinstance(read, dict):  # else another engine took the place
-                steps.append(LoggedStep(*read))
+            if isinstance(read, dict):  # another engine took the place
+                continue
+            if not all(isinstance(value, int | float) for value in read):
+                raise ValueError(f"a step has numbers, got {row:.60}")
+            steps.append(LoggedStep(*read))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}:{number}: not a step log ({type(error).__name__}: {error})") from error
     return LoggedSteps(rank, speed, steps)

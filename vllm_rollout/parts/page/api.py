@@ -51,7 +51,10 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     try:
         TraceFile(Path(args.rollout_record))
     except OSError as error:
-        parser.error(f"--rollout-record {args.rollout_record}: {error.strerror}. Name a file that can be written.")
+        parser.error(
+            f"--rollout-record {args.rollout_record}: {error.strerror}. Name a recording, or a new file that can be "
+            "written."
+        )
 
 
 FLAGS = Flags(add_flags, refuse)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -26,6 +27,8 @@ from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule, draft_key
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 from vllm_rollout.parts.drafts.worker.memory import DraftMemory
+
+logger = init_logger("vllm.vllm_rollout")
 
 NO_BIN = -1
 """Bin of a place without a draft."""
@@ -53,10 +56,13 @@ class Drafts(WorkerPart):
                 "worker would choose others: leave speculative_config out, or let vLLM launch the workers"
             )
         self.memory = DraftMemory(DraftsOptions.of(vllm_config).memory_bytes)
+        if (reason := self.memory.implementation.reason) is not None:
+            logger.warning("vllm_rollout: drafts are made in Python, which delays each step: %s", reason)
         self.rule = DraftingRule()
         self._clock = clock
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
+        self._vocabulary_size = vllm_config.model_config.get_vocab_size()
         self._batch: Callable[[], InputBatch] | None = None
         self._faults = Faults()
         self._file: DraftsFile | None = None
@@ -144,7 +150,9 @@ class Drafts(WorkerPart):
         )
         if not found.tokens.size:
             return drafts
-        is_draft = found.tokens >= 0
+        # Placeholders of an image in a prompt are tokens that the model does not have.
+        is_known = (found.tokens >= 0) & (found.tokens < self._vocabulary_size)
+        is_draft = np.logical_and.accumulate(is_known, axis=1)
         bins = np.where(is_draft, (found.probabilities * NUM_BINS).astype(np.int64).clip(max=NUM_BINS - 1), NO_BIN)
         choice = self.rule.choose(len(request_ids), np.bincount(bins[is_draft], minlength=NUM_BINS).tolist())
         lengths = (bins >= choice.least_bin).sum(axis=1)

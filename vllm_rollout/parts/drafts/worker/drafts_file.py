@@ -15,6 +15,7 @@ from vllm_rollout.parts.drafts.worker.memory import DraftMemory
 from vllm_rollout.whole_file import write_whole
 
 logger = init_logger("vllm.vllm_rollout")
+FIRST_LINE_BYTES = 1 << 16
 
 
 class DraftsFile:
@@ -29,6 +30,11 @@ class DraftsFile:
 
     def load(self) -> None:
         try:
+            # A token takes less than half as many bytes there as in memory.
+            if (size := self._path.stat().st_size) > self._memory.max_bytes + FIRST_LINE_BYTES:
+                raise ValueError(
+                    f"it has {size:,} bytes, more than the {self._memory.max_bytes:,} of --rollout-draft-memory-mib"
+                )
             first, _, data = self._path.read_bytes().partition(b"\n")
             if (of := json.loads(first)) != self._model:
                 logger.warning("vllm_rollout: drafts in %s are of another model, %s, and not used", self._path, of)
@@ -37,8 +43,9 @@ class DraftsFile:
             logger.info("vllm_rollout: drafts of %d prompts from %s", self._memory.num_prompts, self._path)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as error:
-            logger.warning("vllm_rollout: drafts in %s cannot be read and are left: %s", self._path, error)
+        except (OSError, ValueError, RecursionError, MemoryError) as error:
+            said = str(error) or type(error).__name__
+            logger.warning("vllm_rollout: drafts in %s cannot be read and are left: %s", self._path, said)
 
     def save(self) -> None:
         try:

@@ -94,6 +94,10 @@ class DraftMemory:
         self._store: DraftMemoryReference = self.implementation.store(*self._settings)
 
     @property
+    def max_bytes(self) -> int:
+        return self._settings[0]
+
+    @property
     def num_bytes(self) -> int:
         return self._store.num_bytes
 

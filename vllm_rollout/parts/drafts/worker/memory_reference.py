@@ -50,16 +50,14 @@ class DraftMemoryReference:
         self.version = 0
         self.clock = 0
         self.next_number = 0
+        self.num_bytes = 0
+        """Bytes of all prompts."""
         self.prompts: dict[bytes, Prompt] = {}
         self.running: dict[int, tuple[Prompt, Source]] = {}
 
     @property
     def num_prompts(self) -> int:
         return len(self.prompts)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(self._prompt_bytes, self.prompts.values()))
 
     def begin(self, key: bytes, context: bytes) -> int:
         tokens = _tokens(context)
@@ -139,6 +137,7 @@ class DraftMemoryReference:
 
     def _prompt(self, key: bytes) -> Prompt:
         prompt = self.prompts.setdefault(key, Prompt(key))
+        self._count(prompt)
         self._touch(prompt)
         return prompt
 
@@ -149,6 +148,7 @@ class DraftMemoryReference:
     def _add_source(self, prompt: Prompt) -> Source:
         source = Source([], 0, [])
         prompt.running.append(source)
+        self._count(prompt)
         if self.num_bytes > self.max_bytes:
             self._evict(0)
         return source
@@ -180,6 +180,8 @@ class DraftMemoryReference:
         while not source.is_cut and self.num_bytes + (needed := self._bytes_needed(prompt, source)) > self.max_bytes:
             source.is_cut = not self._evict(needed)
         if not source.is_cut:
+            prompt.num_bytes += needed
+            self.num_bytes += needed
             source.tokens.append(token)
             position = len(source.tokens) - 1
             if position >= self.min_match:
@@ -191,6 +193,11 @@ class DraftMemoryReference:
         if len(source.tokens) < self.min_match or self._ngram(source.tokens) in prompt.places:
             return block
         return block + table_bytes(len(prompt.places) + 1) - table_bytes(len(prompt.places))
+
+    def _count(self, prompt: Prompt) -> None:
+        """Count the prompt's bytes anew."""
+        before, prompt.num_bytes = prompt.num_bytes, self._prompt_bytes(prompt)
+        self.num_bytes += prompt.num_bytes - before
 
     def _prompt_bytes(self, prompt: Prompt) -> int:
         sources = [*prompt.ended, *prompt.running]
@@ -224,10 +231,11 @@ class DraftMemoryReference:
             prompt.places[ngram] = [place for place in places if place.source not in gone]
             if not prompt.places[ngram]:
                 del prompt.places[ngram]
+        self._count(prompt)
 
     def _drop_if_empty(self, prompt: Prompt) -> None:
-        if not prompt.ended and not prompt.running:
-            self.prompts.pop(prompt.key, None)
+        if not prompt.ended and not prompt.running and self.prompts.pop(prompt.key, None) is not None:
+            self.num_bytes -= prompt.num_bytes
 
     def _ngram(self, tokens: Sequence[int]) -> Ngram:
         return tuple(tokens[len(tokens) - self.min_match :])

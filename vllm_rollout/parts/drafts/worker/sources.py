@@ -54,6 +54,7 @@ class Place:
 class Prompt:
     key: bytes
     used: int = 0
+    num_bytes: int = 0
     stem: Source | None = None
     ended: list[Source] = field(default_factory=list)
     running: list[Source] = field(default_factory=list)

@@ -67,6 +67,8 @@ class EmulatedRequest:
         self.length = self.fate.length if stops else ENDLESS
         if self.fate.asks:
             self.length = max(self.length, 1 + len(marker))
+        if params.min_tokens:
+            self.length = max(self.length, self.num_before + params.min_tokens + 1)
         self.tail_at = self.length - len(self.tail)
         self.confidence = NO_NUMBER
         if tag is not None and tag.observed:

@@ -2,7 +2,8 @@
 
 Invariants: without a viewer or a record the engine is not asked at all. With any number of them it is asked once per
 tick, and each change is encoded once. Texts of a running group are an extra request to the engine, shared by all
-readers of the same tick. A slow viewer misses ticks and is then sent everything anew.
+readers of the same tick. The text of an ended candidate is made once. A slow viewer misses ticks and is then sent
+everything anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 import vllm_rollout
 from vllm_rollout.background import begin, heard, spawn, survived
-from vllm_rollout.kernel.http.engine import Engine, EngineStopped, PreparedPrompt, RequestError
+from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.page.calls import LAST_TOKENS, LastTokens
@@ -47,7 +48,7 @@ MAX_RUNS = 64
 MAX_QUEUE = 32
 """Most prompts of a run's queue that are listed by id."""
 MAX_WITH_TEXT, MAX_TOKENS_WITH_TEXT = 4, 2_000_000
-"""Most finished rollouts, and most tokens of them, whose texts can still be read: 80 MB at most. A rollout is kept only
+"""Most finished rollouts, and most tokens of them, whose texts can still be read: 90 MB at most. A rollout is kept only
 if a viewer was connected at its end."""
 
 
@@ -210,14 +211,16 @@ class Viewers:
         return [*chain.from_iterable(told)]
 
     def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[LastTokens]) -> GroupTexts:
-        texts = GroupTexts(prompt_id=prompt.id, prompt=self._engine.prompt_text(prompt), candidates=[])
+        if group.prompt_text is None:
+            group.prompt_text = self._engine.prompt_text(prompt)
+        texts = GroupTexts(prompt_id=prompt.id, prompt=group.prompt_text, candidates=[])
         ends = dict(group.record.ends)
         for index, end in ends.items():
-            seen, stopped = group.candidates[index], end.finish_reason == "stop"
+            seen = group.candidates[index]
             texts.candidates.append(
                 CandidateText(
                     index=index,
-                    text=end.text or self._engine.text_of(prompt, end.token_ids, stopped=stopped),
+                    text=end.text or self._text_of(prompt, group, end),
                     num_tokens=seen.num_tokens,
                     end=end_of(end.ending),
                     score=seen.score,
@@ -241,6 +244,15 @@ class Viewers:
                 )
         texts.candidates.sort(key=lambda candidate: candidate.index)
         return texts
+
+    def _text_of(self, prompt: PreparedPrompt, group: SeenGroup, end: CandidateEnd) -> str:
+        """The text of an ended candidate, made once."""
+        index = end.ending.index
+        made_of, text = group.texts.get(index, (None, ""))
+        if made_of is not end:
+            text = self._engine.text_of(prompt, end.token_ids, stopped=end.finish_reason == "stop")
+            group.texts[index] = (end, text)
+        return text
 
     def _tick_if_needed(self) -> None:
         records = self._records and self._engine.num_ranks > 1 and self._running

@@ -48,6 +48,10 @@ class SeenGroup:
     """Reason why the group is not complete."""
     over_s: float | None = None
     selected: Sequence[int] = ()
+    prompt_text: str | None = None
+    """Text of the prompt, made when somebody looks."""
+    texts: dict[int, tuple[CandidateEnd, str]] = field(default_factory=dict)
+    """Ends and texts of ended candidates at which somebody looked, by index."""
 
     def __post_init__(self) -> None:
         self.begin_again()
@@ -55,6 +59,7 @@ class SeenGroup:
     def begin_again(self) -> None:
         """Set all candidates to running, at the start and after the group's rank died."""
         self.candidates = {index: SeenCandidate() for index in range(self.record.plan.num_candidates)}
+        self.texts = {}
         self._changed()
 
     def candidate_ended(self, end: CandidateEnd) -> None:

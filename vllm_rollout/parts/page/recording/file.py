@@ -6,9 +6,11 @@ before. Who reads FILE reads both.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
@@ -29,6 +31,13 @@ FORMS = (
 TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardRow
 MEND_BYTES = 1 << 16
 """Bytes that are read at once to find the last row."""
+SHOWN_BYTES = 40
+"""Bytes of a file that is no recording, in the message about it."""
+ROWS_FIELDS = ({"rollout_id", "prompts"}, {"rollout_id", "rewards"}, {"prompt_id", "lengths"})
+ROWS_FIELDS += ({"name", "sessions"}, {"name", "rewards"})
+"""Fields that each row of one form has."""
+TORN_FIRST_ROW = re.compile(rb'\{"(rollout_id": ?"|name": ?"sessions-)')
+"""Matches the beginning of a recording whose only row is torn."""
 
 
 class TraceError(ValueError):
@@ -50,7 +59,7 @@ def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int |
                     if not line.strip():
                         continue
                     try:
-                        builder.add(parse_row(line))
+                        builder.add(parse_row(line), f"{piece}:{number}")
                     except ValueError as error:
                         broken.append(f"{piece}:{number}: {reason_of(error)}")
                         if not skip_broken:
@@ -102,9 +111,14 @@ class TraceFile:
     that was being written."""
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
-        """`max_bytes`: of both pieces together, 0 for no bound. Raises: OSError for a path that cannot be written."""
+        """`max_bytes`: of both pieces together, 0 for no bound.
+
+        Raises: OSError for a path that cannot be written, and for a file that is no recording. That file stays as it
+        is.
+        """
         self._path = path
         self._max_bytes = max_bytes
+        _refuse_other_files(path)
         self._locked().close()
 
     def append(self, row: str) -> None:
@@ -145,21 +159,58 @@ def write_some(file: FileIO, data: bytes) -> int:
     return file.write(data) or 0
 
 
+def _refuse_other_files(path: Path) -> None:
+    """Raises: OSError for a file with content whose first line is no row."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # another process may write the first row
+        first = file.readline() if file.peek(2)[:2] == b'{"' else file.read(SHOWN_BYTES)
+    is_torn = not first.endswith(b"\n") and TORN_FIRST_ROW.match(first) is not None
+    if first and not _is_row(first) and not is_torn:
+        raise _no_recording("begins", first)
+
+
+def _no_recording(where: str, found: bytes) -> OSError:
+    return OSError(errno.EINVAL, f"it is no recording, since it {where} with {found[:SHOWN_BYTES]!r}")
+
+
+def _is_row(line: bytes) -> bool:
+    """True if the line has the fields of a row. Their values may be those of another version."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and any(needed <= fields.keys() for needed in ROWS_FIELDS)
+
+
 def _mend(file: FileIO) -> None:
-    """Remove the rest of a row whose writer was killed. A whole row without an end of line gets one."""
+    """Remove the rest of a row whose writer was killed. A whole row without an end of line gets one.
+
+    Raises: OSError for a rest that is no part of a row. It stays.
+    """
     size = file.seek(0, os.SEEK_END)
     begin, part = size, b""
     while begin and b"\n" not in part:
         begin = file.seek(max(0, begin - MEND_BYTES))
         part = file.read(size - begin)
     part = part[part.rfind(b"\n") + 1 :]
-    if part:
-        try:
-            json.loads(part)
-        except ValueError:
-            file.truncate(size - len(part))
-        else:
-            _write(file, b"\n", size)
+    if not part:
+        return
+    if _is_row(part):
+        _write(file, b"\n", size)
+    elif b'{"'.startswith(part[:2]) and not _is_json(part):
+        file.truncate(size - len(part))
+    else:
+        raise _no_recording("ends", part)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def parse_row(line: str) -> TraceRow:
@@ -231,7 +282,8 @@ class _OpenRollout:
 
 @dataclass(slots=True)
 class _TraceBuilder:
-    """Collects rows. Rewards may come any time after their rollout. A row that raises changes nothing."""
+    """Collects rows. Rewards may come before their rollout, from another API process. A row that raises changes
+    nothing."""
 
     is_cut: bool = False
     """Older rows than the first one may have been thrown away."""
@@ -243,9 +295,13 @@ class _TraceBuilder:
     _num_session_groups: int = 0
     _steps: dict[int | None, list[_OpenPrompt]] = field(default_factory=dict)
     """The prompt rows that follow each other, by their "step"."""
+    _early: dict[str, list[tuple[str, RewardRow]]] = field(default_factory=dict)
+    """Places and rows of rewards whose rollout has not come, by its id."""
+    _left_out: list[str] = field(default_factory=list)
+    """Reason of each early row of rewards that its rollout cannot have."""
 
-    def add(self, row: TraceRow) -> None:
-        """Raises: ValueError for what contradicts earlier rows."""
+    def add(self, row: TraceRow, where: str) -> None:
+        """`where`: file and line. Raises: ValueError for what contradicts earlier rows."""
         if isinstance(row, SessionGroupRow):
             self._num_session_groups += 1
         elif isinstance(row, SessionRewardRow):
@@ -253,7 +309,10 @@ class _TraceBuilder:
         elif isinstance(row, RolloutRow):
             self._add_rollout(row)
         elif isinstance(row, RewardRow):
-            self._add_rewards(row)
+            if row.rollout_id in self._by_id:
+                self._add_rewards(row)
+            else:
+                self._early.setdefault(row.rollout_id, []).append((where, row))
         else:
             if row.step not in self._steps:
                 self._rollouts.append(_OpenRollout())
@@ -276,6 +335,8 @@ class _TraceBuilder:
                     f'prompt {twice!r} comes twice in step {number}. Give prompt rows a "step", or cut them with '
                     "--prompts-per-step."
                 )
+        early = [] if self.is_cut else [each for rows in self._early.values() for each in rows]
+        lost = [f"{where}: rewards for rollout_id {row.rollout_id!r}, which no row has" for where, row in early]
         num = self._num_session_groups
         closed = [TracedRollout(tuple(prompt.close() for prompt in each.prompts), each.id) for each in rollouts]
         usable = [
@@ -289,7 +350,7 @@ class _TraceBuilder:
             num_failed=sum((prompt.row.ends or []).count("failed") for each in rollouts for prompt in each.prompts),
             num_empty=sum(len(each.prompts) for each in closed) - sum(len(each.prompts) for each in usable),
             others=f"{num:,} group{'s' * (num != 1)} of sessions, which --sessions recorded replays" if num else "",
-            skipped=tuple(skipped),
+            skipped=(*skipped, *self._left_out, *lost),
         )
 
     def _add_rollout(self, row: RolloutRow) -> None:
@@ -305,13 +366,14 @@ class _TraceBuilder:
             self._models[row.model] = None
         self._group_sizes.add(row.group_size)
         self._detection_lengths.add(row.detection_length)
+        for where, early in self._early.pop(row.rollout_id, ()):
+            try:
+                self._add_rewards(early)
+            except ValueError as error:
+                self._left_out.append(f"{where}: {error}")
 
     def _add_rewards(self, row: RewardRow) -> None:
-        prompts = self._by_id.get(row.rollout_id)
-        if prompts is None and self.is_cut:
-            return
-        if prompts is None:
-            raise ValueError(f"rewards for rollout_id {row.rollout_id!r}, which no earlier row has")
+        prompts = self._by_id[row.rollout_id]
         for reward in row.rewards:
             prompt = prompts.get(reward.prompt_id)
             if prompt is None or reward.index >= len(prompt.rewards):

@@ -81,6 +81,13 @@ class RolloutPrompt(LengthsRow):
     """Indices of the returned trajectories, ascending."""
     reward_status: list[StrictStr | None] | None = None
 
+    @model_validator(mode="after")
+    def _selected_exist(self) -> RolloutPrompt:
+        num = len(self.lengths)
+        if wrong := [index for index in self.selected or () if not 0 <= index < num]:
+            raise ValueError(f"selected names candidate {wrong[0]}, and there are {num}")
+        return self
+
 
 class RolloutRow(Row):
     rollout_id: Name

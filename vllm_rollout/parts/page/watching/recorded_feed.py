@@ -107,6 +107,11 @@ class Rows:
         self.num_broken = 0
         self._groups: OrderedDict[str, SessionGroupRow] = OrderedDict()
         """Groups of sessions, by name."""
+        self._early: OrderedDict[str, list[bytes]] = OrderedDict()
+        """Events of rewards that no rollout has had yet, by its id. Several API processes may write them in this
+        order."""
+        self._told: OrderedDict[str, None] = OrderedDict()
+        """Ids of the last rollouts."""
         self._num_steps = 0
         self._step: tuple[str, int | None, list[PromptRow]] | None = None
         """The rollout that consecutive prompt rows form: its id, their step, and the rows."""
@@ -145,8 +150,16 @@ class Rows:
             self._step = None
             if isinstance(row, RolloutRow):
                 yield row.rollout_id, event_of("rollout", _told(row.model_dump(exclude={"prompts"}), row.prompts))
-            elif isinstance(row, RewardRow):
+                yield from ((row.rollout_id, event) for event in self._early.pop(row.rollout_id, ()))
+                self._told[row.rollout_id] = None
+                if len(self._told) > MAX_ROLLOUTS:
+                    self._told.popitem(last=False)
+            elif isinstance(row, RewardRow) and row.rollout_id in self._told:
                 yield row.rollout_id, event_of("rewards", row)
+            elif isinstance(row, RewardRow):
+                self._early.setdefault(row.rollout_id, []).append(event_of("rewards", row))
+                if len(self._early) > MAX_ROLLOUTS:
+                    self._early.popitem(last=False)
             elif (group := self._session_group(row)) is not None:
                 yield group.name, event_of("sessions", group)
 

@@ -34,6 +34,8 @@ NOT_GROUPS = 8
 
 def feed(url: str, key: str | None) -> Iterator[tuple[str, Any]]:
     """Name and data of each event of a server. Raises: RolloutError."""
+    if key is not None and not key.isascii():
+        raise RolloutError(None, f"--api-key, or VLLM_API_KEY, must be ASCII characters, got {key!r}.", "BadKey")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     timeout = httpx.Timeout(10.0, read=60.0)
     name = ""
@@ -48,7 +50,7 @@ def feed(url: str, key: str | None) -> Iterator[tuple[str, Any]]:
                         name = line.removeprefix(b"event: ").decode()
                     elif line.startswith(b"data: "):
                         yield name, json.loads(line.removeprefix(b"data: "))
-    except httpx.TransportError as error:
+    except (httpx.TransportError, httpx.InvalidURL) as error:
         raise RolloutError(None, f"{url}: {error or type(error).__name__}", type(error).__name__) from error
     raise RolloutError(None, f"{url}: the server ended the feed", "FeedEnded")
 

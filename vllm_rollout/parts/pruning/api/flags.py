@@ -6,7 +6,7 @@ import argparse
 
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.config import DEFAULT_AUDIT_RATIO
-from vllm_rollout.kernel.api.flags import Flags, number_in, positive
+from vllm_rollout.kernel.api.flags import Flags, mebibytes, number_in, positive
 from vllm_rollout.parts.pruning.options import PruningOptions
 
 DEFAULTS = PruningOptions()
@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-feature-ring-mib",
         metavar="MIB",
-        type=positive,
+        type=mebibytes,
         default=DEFAULTS.feature_ring_bytes / 2**20,
         help="Host memory for hidden states of scored candidates that wait for their rewards. Default: %(default)s.",
     )

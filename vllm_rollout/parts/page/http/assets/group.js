@@ -40,20 +40,28 @@ export function show(root, context) {
 function ofRollout(root, context) {
   const head = el("div"), body = el("div", { className: "candidates" }), looks = [];
   root.append(head, body);
-  let texts = null, why = "", asked = "", askedAt = 0, answers = 0, drawn = "";
+  let texts = null, why = "", shown = "", asked = "", askedAt = 0, asks = 0, answered = 0, drawn = "";
 
   async function ask(rollout, position, state) {
+    const number = (asks += 1), group = shown;
     asked = state;
     askedAt = Date.now();
+    let told = null, reason = "";
     try {
       const answer = await get(`v1/rollouts/watch/${encodeURIComponent(rollout)}/${position}`);
-      texts = await answer.json();
-      why = "";
+      told = await answer.json();
     } catch (error) {
-      why = error.message;
+      reason = error.message;
     }
-    answers += 1;
+    if (group !== shown || number < answered) return;
+    [texts, why, answered] = [told, reason, number];
     context.redraw();
+  }
+
+  function none() {
+    [shown, asked, drawn, looks.length] = ["", "", "", 0];
+    body.replaceChildren();
+    head.replaceChildren("There is no such group here. Choose one in the view now: arrow keys, then Enter.");
   }
 
   // Whoever looks the same stays, with the focus and as far as it was scrolled; of one that runs the newest text is seen.
@@ -70,12 +78,13 @@ function ofRollout(root, context) {
     const rollout = context.rollout();
     const position = Number(context.args[1] ?? Math.min(...(rollout?.prompts.keys() ?? [0])));
     const prompt = rollout?.prompts.get(position);
-    if (!prompt) return head.replaceChildren("There is no such group here. Choose one in the view now: arrow keys, then Enter.");
+    if (!prompt) return none();
+    if (shown !== `${rollout.rollout_id} ${position}`) [shown, texts, why] = [`${rollout.rollout_id} ${position}`, null, ""];
     const ended = prompt.ends.filter((end) => end !== "running").length;
     const state = `${rollout.rollout_id} ${position} ${ended} ${prompt.status}`;
     const runs = prompt.status === "running" && Date.now() - askedAt > EVERY_MS;
     if (asked !== state || runs) ask(rollout.rollout_id, position, state);
-    const now = `${state} ${JSON.stringify(prompt.lengths)} ${JSON.stringify(prompt.rewards)} ${why} ${answers}`;
+    const now = `${state} ${JSON.stringify(prompt.lengths)} ${JSON.stringify(prompt.rewards)} ${why} ${answered}`;
     if (now === drawn) return;
     drawn = now;
     const others = [...rollout.prompts.keys()].sort((a, b) => a - b), place = others.indexOf(position);

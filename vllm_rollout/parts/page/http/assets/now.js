@@ -6,6 +6,8 @@ import { sessionsView } from "./sessions.js";
 import { ENDS, WORDS, measures, secondsOf } from "./state.js";
 
 const CELL = 78, LABEL = 15, GAP = 12, MARKS = 9;
+// Rows that are drawn at most: a browser draws nothing on a canvas of some ten thousand pixels.
+const MOST_ROWS = 48;
 
 function ranksOf(model) {
   return el("div", { className: "ranks" }, ...model.ranks.map((rank) => {
@@ -26,13 +28,20 @@ function toldOf(prompt) {
     + counts.map(([n, word]) => `${n} ${word}`).join(", ") + (prompt.audit ? "; an audit: nobody is stopped" : "");
 }
 
+// As many as there is room for, those that run first, in the order in which they were given.
+function drawable(prompts, most) {
+  if (prompts.length <= most) return prompts;
+  const [run, ended] = [true, false].map((is) => prompts.filter(([, prompt]) => (prompt.status === "running") === is));
+  return [...run, ...ended].slice(0, most).sort(([a], [b]) => a - b);
+}
+
 export function show(root, context) {
   const summary = el("div"), told = el("p", { className: "told" });
   const canvas = el("canvas", { tabIndex: 0, role: "img", "aria-label": "groups; arrow keys choose, Enter opens" });
   const listed = el("details", { ontoggle: context.redraw }, el("summary", { textContent: "as a table" }), el("div"));
-  const beside = el("div"), feeds = el("div"), sessions = el("div"), drawSessions = sessionsView(sessions, context);
+  const more = el("p", { className: "soft" }), beside = el("div"), feeds = el("div"), sessions = el("div"), drawSessions = sessionsView(sessions, context);
   const marks = legend(WORDS, (pen, end) => bar(pen, 4, 13, 5, 8, end), "● comes back   ▲ right   ▽ wrong");
-  root.append(feeds, summary, canvas, told, marks, listed, beside, sessions);
+  root.append(feeds, summary, canvas, more, told, marks, listed, beside, sessions);
   let cells = [], chosen = 0, columns = 1, rollout = null;
 
   function choose(place) {
@@ -100,7 +109,7 @@ export function show(root, context) {
     rollout = context.rollout();
     drawSessions();
     showFeeds(feeds, model);
-    for (const part of [canvas, told, listed, beside]) part.hidden = !rollout;
+    for (const part of [canvas, more, told, listed, beside]) part.hidden = !rollout;
     if (!rollout) {
       const empty = el("p", { textContent: "No rollout has begun yet. This page will show it." });
       summary.replaceChildren(ranksOf(model), ...(model.sessions.size ? [] : [empty]));
@@ -130,13 +139,15 @@ export function show(root, context) {
     const cellWidth = Math.max(60, size * pitch);
     columns = Math.max(1, Math.floor((width + GAP) / (cellWidth + GAP)));
     const cellHeight = LABEL + CELL + MARKS + GAP;
-    cells = prompts.map(([position, prompt], place) => ({
+    cells = drawable(prompts, MOST_ROWS * columns).map(([position, prompt], place) => ({
       place, position, prompt, pitch, x: (place % columns) * (cellWidth + GAP),
       y: Math.floor(place / columns) * cellHeight, width: cellWidth, height: cellHeight - 4,
     }));
     chosen = Math.max(0, Math.min(chosen, cells.length - 1));
     const pen = fit(canvas, width, Math.max(1, Math.ceil(cells.length / columns)) * cellHeight);
     for (const cell of cells) drawCell(pen, cell, longest, rollout.detection_length);
+    const rest = prompts.length - cells.length;
+    more.textContent = rest ? `${number(rest)} more groups are in the table.` : "";
     const cell = cells[chosen];
     told.replaceChildren(...(cell ? [foreign(cell.prompt.id), toldOf(cell.prompt)] : ["No group has begun."]));
     if (listed.open) {

@@ -4,6 +4,8 @@ import { el, number, percent, table, tiles } from "./dom.js";
 import { WORDS, candidatesOf, measures, runningOver, secondsOf, spansOf } from "./state.js";
 
 const ALL_LANES = 640, LEAST_LANE = 36, MOST_ROW = 6, BETWEEN = 12, LEFT = 80;
+// A rollout of more candidates is not drawn again before its end, which takes seconds.
+const MOST_LIVE = 4096;
 
 // Spans in as few rows as ran at once, so that a row is a place; that which was left last is on top.
 function placesOf(spans) {
@@ -86,13 +88,16 @@ export function show(root, context) {
   return function draw() {
     const rollout = context.rollout();
     if (!rollout) return note.replaceChildren(`No rollout has begun yet.${context.model.sessions.size ? " Groups of sessions are in the views now and a group." : ""}`);
+    const still = `${rollout.rollout_id} ${rollout.state} ${root.clientWidth}`, isLarge = rollout.num_candidates > MOST_LIVE;
+    if (isLarge && still === drawn) return;
     const seconds = secondsOf(context.model, rollout), all = measures(rollout);
-    const state = `${rollout.rollout_id} ${rollout.state} ${all.generated} ${all.numRewards} ${rollout.prompts.size} ${root.clientWidth}`;
+    const state = isLarge ? still : `${still} ${all.generated} ${all.numRewards} ${rollout.prompts.size}`;
     if (state === drawn) return;
     drawn = state;
     const timed = seconds && [...candidatesOf(rollout)].some(({ from }) => from !== null);
     const wasted = Object.entries(all.tokens).filter(([kind, n]) => n && kind !== "returned");
-    note.textContent = timed ? "" : "This recording has no times (it is of an earlier version, or only has lengths), so there is no timeline.";
+    const once = isLarge && rollout.state === "running" ? "It has many candidates, so this is drawn again at its end." : "";
+    note.textContent = timed ? once : "This recording has no times (it is of an earlier version, or only has lengths), so there is no timeline.";
     canvas.hidden = !timed;
     plot.replaceChildren();
     const lanes = timed ? lanesOf(rollout, seconds) : [];
