@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.parts.observing.test_launches import Watch
 from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.kernel.wire import nothing_seen
@@ -228,9 +229,26 @@ def test_what_moves_is_scored_where_it_goes_on():
 
 def test_of_several_tokens_in_a_candidates_first_step_all_states_are_kept():
     """A candidate that has moved, and has drafts."""
-    last = LastStates(2, 4)
+    last = LastStates(2, 4, lambda arrays: [torch.from_numpy(array) for array in arrays])
     slots, positions = np.array([1, 1, 1]), np.array([5, 6, 7])
     states = torch.arange(3.0)[:, None].expand(3, HIDDEN_SIZE)
     last.see(slots, positions, torch.from_numpy(slots), torch.from_numpy(positions), states)
     last.end(1, "a")
     assert [key.num_tokens - 1 for key, _ in last._ended] == [5, 6, 7]
+
+
+def test_endings_cost_the_same_launches_however_many_they_are():
+    launched = []
+    for num in (1, 40):
+        steps = Steps()
+        ids = [f"r{number}" for number in range(num)]
+        for id in (*ids, "z"):
+            steps.add(id, 9)
+        steps.step(**dict.fromkeys((*ids, "z"), 1))
+        with Watch() as watch:
+            for id in ids:
+                steps.tracker.discard(id)
+            steps.step(z=2)
+        launched.append({name: count for name, count in watch.launched.items() if name != "view"})
+        assert len(steps.ended()) == num
+    assert launched[0] == launched[1]

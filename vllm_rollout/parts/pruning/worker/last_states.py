@@ -10,7 +10,7 @@ device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,16 +37,21 @@ class LastStates:
     Args:
         capacity: slots.
         num_kept: states of each.
+        upload: puts int64 arrays where the states are.
     """
 
-    def __init__(self, capacity: int, num_kept: int) -> None:
+    def __init__(
+        self, capacity: int, num_kept: int, upload: Callable[[Sequence[np.ndarray]], Sequence[torch.Tensor]]
+    ) -> None:
         self.num_kept = num_kept
+        self._upload = upload
         self._states: torch.Tensor | None = None
         """[capacity, num_kept, hidden_size]; made when the first state comes."""
         self._first = np.full(capacity, NONE_YET, dtype=np.int64)
         self._newest = np.full(capacity, NONE_YET, dtype=np.int64)
         """Positions of the first and the newest token seen in each slot."""
-        self._ended: list[tuple[StateKey, torch.Tensor]] = []
+        self._ended: list[tuple[StateKey, int]] = []
+        """States of candidates that ended, and their slots, which may be another candidate's now."""
         self._under_way: deque[EndedStates] = deque(maxlen=num_kept + 1)
         """What `take_ended` gave to the reports of the newest steps, which may not have been read yet."""
 
@@ -63,7 +68,7 @@ class LastStates:
         states: torch.Tensor,
     ) -> None:
         """Keep `states` [num_rows, hidden_size] of the tokens at `positions`, int64 [num_rows]; both on the host and
-        where the states are."""
+        where the states are. Take those of candidates that ended before: these may need their place."""
         if self._states is None:
             shape = (len(self._newest), self.num_kept, states.shape[1])
             self._states = torch.zeros(shape, dtype=states.dtype, device=states.device)
@@ -75,11 +80,10 @@ class LastStates:
     def end(self, slot: int, request_id: str) -> None:
         """The candidate in this slot has ended: with its newest token, or with one of those before."""
         newest, first = int(self._newest[slot]), int(self._first[slot])
-        if newest == NONE_YET or self._states is None:
+        if newest == NONE_YET:
             return
-        kept = self._states[slot].clone()  # the slot may be another candidate's soon
         for position in range(max(first, newest - self.num_kept + 1), newest + 1):
-            self._ended.append((StateKey(request_id, position + 1, at_end=True), kept[position % self.num_kept]))
+            self._ended.append((StateKey(request_id, position + 1, at_end=True), slot))
 
     @property
     def has_ended(self) -> bool:
@@ -109,10 +113,14 @@ class LastStates:
         return EndedStates(keys, torch.cat(states)) if keys else None
 
     def _take(self) -> EndedStates | None:
-        if not self._ended:
-            return None
+        """In one copy, however many have ended."""
         ended, self._ended = self._ended, []
-        return EndedStates([key for key, _ in ended], torch.stack([state for _, state in ended]))
+        if not ended or self._states is None:
+            return None
+        slots = np.array([slot for _, slot in ended], dtype=np.int64)
+        places = np.array([(key.num_tokens - 1) % self.num_kept for key, _ in ended], dtype=np.int64)
+        device_slots, device_places = self._upload([slots, places])
+        return EndedStates([key for key, _ in ended], self._states[device_slots, device_places])
 
     def grow(self) -> None:
         """Double the number of slots."""

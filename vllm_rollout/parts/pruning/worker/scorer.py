@@ -49,7 +49,7 @@ class Scorer(RowsPart):
     def __init__(self, tracker: CandidateTracker, ring: FeatureRing, num_in_flight: int = 1) -> None:
         """`num_in_flight`: tokens of a candidate that may still be computed when it has ended."""
         self._tracker, self._ring = tracker, ring
-        self._last_states = LastStates(tracker.capacity, num_in_flight + 1)
+        self._last_states = LastStates(tracker.capacity, num_in_flight + 1, tracker.upload)
         self._detection_lengths = np.full((tracker.capacity, 1 + MAX_TRIAL_LENGTHS), UNSCORED, dtype=np.int64)
         """For each slot its own length, then those on trial."""
         self._is_final = np.zeros(tracker.capacity, dtype=np.bool_)
@@ -146,9 +146,10 @@ class Scorer(RowsPart):
         return () if self._sees_last or self._last_states.has_ended else None
 
     def see_rows(self, rows: SeenRows, chosen: Sequence[torch.Tensor]) -> ScoredRows:
+        ended = self._last_states.take_ended()
         due = self._score(rows, self._due_now, *chosen) if len(self._due_now) else None
         last = self._see_last(rows) if self._sees_last else None
-        return ScoredRows(self._ring, due, last, self._last_states.take_ended())
+        return ScoredRows(self._ring, due, last, ended)
 
     def warm_up(self, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         if hidden.shape[1] != self._ring.hidden_size:
