@@ -1,6 +1,7 @@
 """QualityHeads: what the tracker scores with is always one whole, published head."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -386,3 +387,26 @@ def test_every_adapter_has_as_many_heads_as_the_base_model():
     restored.restore(heads.state(), known=[HeadKey(length, "c") for length in lengths])
     with pytest.raises(ValueError, match="at most 8 different detection lengths"):
         restored.restore(heads.state(), known=[HeadKey(99, "a")])
+
+
+class OnGpu:
+    """A tensor that notes how it is copied."""
+
+    def __init__(self, is_pinned: bool = False) -> None:
+        self.is_pinned = is_pinned
+
+    def pin_memory(self) -> "OnGpu":
+        return OnGpu(is_pinned=True)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, bool, bool]:
+        return device.type, self.is_pinned, non_blocking
+
+
+def test_a_head_is_published_to_a_gpu_without_a_wait_for_its_step():
+    scorer = new_scorer(CPU)
+    ring = FeatureRing(HIDDEN_SIZE, torch.float32, 64)
+    heads = QualityHeads(scorer, ring, hidden_size=HIDDEN_SIZE, model="m", device=torch.device("cuda"))
+    key = HeadKey(5)
+    heads._heads[key] = SimpleNamespace(version=1, weights=[OnGpu() for _ in range(4)])
+    heads._publish(key)
+    assert scorer.heads[key].weights == (("cuda", True, True),) * 4

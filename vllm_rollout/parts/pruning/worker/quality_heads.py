@@ -210,8 +210,13 @@ class QualityHeads:
     def _publish(self, key: HeadKey) -> None:
         head = self._heads[key]
         if head.weights is not None:
-            weights = HeadWeights(*(tensor.to(self._device) for tensor in head.weights))
+            weights = HeadWeights(*(_sent_to(self._device, tensor) for tensor in head.weights))
             self.scorer.heads[key] = PublishedHead(head.version, weights)
+
+
+def _sent_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the device. From memory that is not pinned the host would wait for the step in flight."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _check_keys(keys: Sequence[HeadKey]) -> None:
