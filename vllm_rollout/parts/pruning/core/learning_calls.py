@@ -275,7 +275,8 @@ class LearningCalls:
         """The parts of a state (`saved_state.py`), made as they are read."""
         encode = msgspec.json.Encoder().encode
         yield encode(state_header(self._model)) + b"\n"
-        written, adapter = set(), BASE_MODEL  # written: heads whose lengths have rows
+        written: set[HeadKey] = set()  # heads whose lengths have rows
+        adapter = BASE_MODEL
         for row in self._judge.memories.to_state():
             match row:
                 case ["adapter", name]:
