@@ -33,8 +33,10 @@ MEND_BYTES = 1 << 16
 """Bytes that are read at once to find the last row."""
 SHOWN_BYTES = 40
 """Bytes of a file that is no recording, in the message about it."""
-ROWS_FIELDS = ({"rollout_id", "prompts"}, {"rollout_id", "rewards"}, {"prompt_id", "lengths"})
-ROWS_FIELDS += ({"name", "sessions"}, {"name", "rewards"})
+ROWS_FIELDS = (
+    {"rollout_id", "prompts"}, {"rollout_id", "rewards"}, {"prompt_id", "lengths"}, {"name", "sessions"},
+    {"name", "rewards"},
+)  # fmt: skip
 """Fields that each row of one form has."""
 TORN_FIRST_ROW = re.compile(rb'\{"(rollout_id": ?"|name": ?"sessions-)')
 """Matches the beginning of a recording whose only row is torn."""
