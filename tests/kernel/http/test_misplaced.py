@@ -72,13 +72,13 @@ async def test_what_is_not_ours_passes_untouched(http, body):
     assert (await http.post("/tokenize", json={"rollout_redundancy": 1})).status_code == 200
 
 
-async def test_a_name_that_is_parted_between_two_messages_is_found(app):
+async def test_a_name_that_is_parted_between_messages_is_found(app):
     body = b'{"prompt": "a", "rollout_redundancy": 2}'
-    for at in range(len(body)):
-        parts = [
-            {"type": "http.request", "body": body[:at], "more_body": True},
-            {"type": "http.request", "body": body[at:]},
-        ]
+    two = [[body[:at], body[at:]] for at in range(len(body))]
+    more = [[body[at : at + size] for at in range(0, len(body), size)] for size in range(1, 9)]
+    for pieces in [*two, *more]:
+        parts = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+        parts[-1]["more_body"] = False
         sent: list[Any] = []
 
         async def receive(parts=parts) -> Any:

@@ -56,7 +56,7 @@ class MisplacedFields:
                 return message
             chunk = message.get("body", b"")
             chunks.append(chunk)
-            is_marked, tail = is_marked or MARK in tail + chunk, chunk[1 - len(MARK) :]
+            is_marked, tail = is_marked or MARK in tail + chunk, (tail + chunk)[1 - len(MARK) :]
             if is_marked and not message.get("more_body", False):
                 refusal = refusal_of(b"".join(chunks), PLACES[path])
             return {"type": "http.disconnect"} if refusal is not None else message
