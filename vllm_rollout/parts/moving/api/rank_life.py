@@ -8,7 +8,7 @@ from __future__ import annotations
 from vllm.logger import init_logger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_rollout.background import spawn
+from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import RankDied
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
@@ -42,7 +42,8 @@ class RankLife(Life):
         """Mark a rank as dead: nothing is sent to it from now on, and no call waits for it. Its requests are failed in
         the background."""
         self._dead.add(rank)
-        self._client.engine_core.bury(rank)
+        with survived("a rank's death"):
+            self._client.engine_core.bury(rank)
         self._client.routes.bury(rank)
         spawn(self._tell(rank), "telling of a dead rank")
 
