@@ -66,7 +66,7 @@ def complete(server: Server) -> dict[str, Any]:
 def assert_two_workers_score_and_follow_a_grammar(server: Server) -> None:
     (group,) = server.rollout(
         prompts=[{"prompt": "hi"}], group_size=2, redundancy=2, pruning={"detection_length": 4, "mode": "shadow"},
-        sampling_params={"max_tokens": 40, "structured_outputs": {"regex": "[ab]{3,8}"}},
+        include=["text"], sampling_params={"max_tokens": 40, "structured_outputs": {"regex": "[ab]{3,8}"}},
     )["groups"]  # fmt: skip
     assert [candidate["state"] for candidate in group["candidates"]] == ["surplus"] * 2
     for trajectory in group["trajectories"]:

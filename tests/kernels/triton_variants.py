@@ -17,10 +17,15 @@ from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.parts.observing.tracker import dispatch
 from vllm_rollout.parts.observing.tracker.warm_up import warm_up
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 from vllm_rollout.parts.pruning.worker.quality_head import QUALITY_HEAD_HIDDEN, HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 HIDDEN_SIZE = 96
+
+
+def new_tracker() -> ScoringTracker:
+    return ScoringTracker(torch.device("cpu"), ring=FeatureRing(HIDDEN_SIZE, torch.float32, 4))
 
 
 class NoDriver:
@@ -57,7 +62,7 @@ def logits_of(num_rows: int, vocab_size: int, padded: int, dtype: torch.dtype) -
 
 def steps(vocab_size: int, padded: int, dtype: torch.dtype) -> None:
     """Batches of many sizes, with strangers and unfinished prefills among them and few or many due."""
-    tracker = ScoringTracker(torch.device("cpu"))
+    tracker = new_tracker()
     tracker.scorer.heads[HeadKey(3)] = PublishedHead(1, weights())
     computed = {}
     for number in range(45):
@@ -103,9 +108,7 @@ def main(results_path: str) -> None:
     }.items():
         logits, hidden = logits_of(2, vocab_size, padded, dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype)
         results[name] = {
-            "warm_up": compiled_by(
-                lambda made=logits, of=hidden: warm_up(made, of, ScoringTracker(torch.device("cpu")).parts)
-            ),
+            "warm_up": compiled_by(lambda made=logits, of=hidden: warm_up(made, of, new_tracker().parts)),
             "steps": compiled_by(lambda v=vocab_size, p=padded, d=dtype: steps(v, p, d)),
         }
     Path(results_path).write_text(json.dumps(results))

@@ -85,6 +85,11 @@ async def test_a_retry_finds_no_rank_where_the_others_are_drained(new_cluster):
     with pytest.raises(NoRankTakes, match="drained, or has died"):
         async for _ in cluster.engine.run_group(order):
             pass
+    cluster.llm.die(0)  # the whole engine: no group is to be told of as lost
+    with pytest.raises(RequestError, match="has died") as raised:
+        async for _ in cluster.engine.run_group(order):
+            pass
+    assert not isinstance(raised.value, NoRankTakes)
 
 
 async def test_drains_and_restores_that_meet_leave_one_truth(new_cluster):

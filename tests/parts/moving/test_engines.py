@@ -141,7 +141,7 @@ class LeftMoves(PlannedMoves):
     """Work stays on some ranks, and others take groups again."""
 
     results: Mapping[int, tuple[bool, int]]
-    """Whether a rank is held, and its requests, when it was drained."""
+    """True if a rank is held, and its requests, when it was drained."""
 
     async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
         await super().drain(rank, timeout_s, owner)

@@ -52,7 +52,7 @@ def test_a_group_counts_what_its_candidates_have_to_do_until_they_end() -> None:
     routes.arrived(route, 1)
     assert placement.loads == [0, remaining(30, 30)]
     routes.ended(route, 1, 250)
-    assert (route.num_left, placement.loads) == (1, [0, remaining(250)])
+    assert (route.placed.num_left, placement.loads) == (1, [0, remaining(250)])
     routes.close(route)
     assert (placement.loads, placement.num_candidates) == ([0, 0], [0, 0])
 
@@ -150,7 +150,7 @@ def test_what_is_left_of_a_large_group_is_predicted_closely():
     for index in range(1023):
         routes.ended(route, index, index // 10)
         group = route.placed
-        exact = work_of([group._age] * route.num_left, route.outlook).tokens
+        exact = work_of([group._age] * group.num_left, route.outlook).tokens
         assert abs(group.work.tokens - exact) <= 0.1 * exact + 200
 
 

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from tests.kernel.http.conftest import serving
 from tests.parts.page.browser import HOSTILE, chromium, drawn, needs_browser, page_at, text
+from tests.support.waiting import eventually
 from vllm_rollout.parts.page.http.events import event_of
 from vllm_rollout.parts.page.http.page import page_router
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
@@ -88,8 +89,7 @@ class Feed:
         async def texts(rollout_id: str, position: int) -> Any:
             if rollout_id in self.without_texts:
                 return JSONResponse({"error": {"message": "the tokens are not here"}}, 404)
-            while rollout_id in self.slow:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: rollout_id not in self.slow)
             candidates = [{"index": i, "text": self.texts} for i in range(3)]
             return {"prompt_id": rollout_id, "prompt": self.texts, "candidates": candidates}
 

@@ -244,7 +244,8 @@ class GroupRunner:
         except RankDied as death:
             lost = GroupLost(f"rank {death.rank} of the engine died")
         except NoRankLeft as error:
-            raise NoRankTakes(str(error), status=error.http_status) from error
+            refusal = NoRankTakes if self.client.routes.any_lives else RequestError
+            raise refusal(str(error), status=error.http_status) from error
         except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
             raise RequestError(str(error), status=error.http_status) from error
         except REJECTIONS as error:

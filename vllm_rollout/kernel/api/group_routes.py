@@ -95,6 +95,11 @@ class GroupRoutes:
         """True if at least one rank takes groups."""
         return len(self.held) < self.ranks.num_ranks
 
+    @property
+    def any_lives(self) -> bool:
+        """True if a rank has not died."""
+        return len(self._dead) < self.ranks.num_ranks
+
     def check_open(self, pinned_rank: int | None = None) -> None:
         """Raises: NoRankLeft. RankDied or VLLMValidationError if the client's rank is dead or drained."""
         if pinned_rank in self._dead:

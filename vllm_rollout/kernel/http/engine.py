@@ -37,7 +37,7 @@ class EngineStopped(RequestError):
 
 
 class NoRankTakes(RequestError):
-    """No rank of the engine takes groups: each is drained, or has died."""
+    """No rank of the engine takes groups: those that live are drained."""
 
 
 class GroupLost(Exception):

@@ -34,7 +34,8 @@ MIN_OF_EACH = 64
 """Right and wrong answers that a signal must have scored at every length before a recommendation. An AUC is then
 known to some 0.05."""
 MIN_OF_EACH_WHEN_FULL = 8
-"""The same once the window is full, since more may never come. Lengths with fewer are left out then."""
+"""Right and wrong answers that are enough once the window is full, since more may never come. Lengths with fewer are
+left out then."""
 MIN_ERRORS = 3.0
 """Standard errors by which the best length's AUC must exceed chance, at each of many evaluations."""
 

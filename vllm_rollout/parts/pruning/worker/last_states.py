@@ -53,7 +53,7 @@ class LastStates:
         self._ended: list[tuple[StateKey, int]] = []
         """States of candidates that ended, and their slots, which may be another candidate's now."""
         self._under_way: deque[EndedStates] = deque(maxlen=num_kept + 1)
-        """What `take_ended` gave to the reports of the newest steps, which may not have been read yet."""
+        """States that `take_ended` gave to the reports of the newest steps. These may not have been read yet."""
 
     def begin(self, slot: int) -> None:
         """Reuse the slot for another candidate."""
