@@ -84,7 +84,9 @@ class Reader:
                     if event["prompt_id"] in over:
                         self.problems.append(f"group {event['prompt_id']} ended twice")
                     over[event["prompt_id"]] = event["selected"]
-                    if (event["status"], len(event["selected"])) != ("complete", GROUP_SIZE):
+                    if event["status"] != "complete" and NO_RANK in (event["reason"] or ""):
+                        self.counts["groups_without_a_rank"] += 1  # it ran on a rank that died, and others are drained
+                    elif (event["status"], len(event["selected"])) != ("complete", GROUP_SIZE):
                         self.problems.append(f"group {event['prompt_id']}: {event['reason']}")
                     self.counts["groups_complete"] += event["status"] == "complete"
                 case "error":
