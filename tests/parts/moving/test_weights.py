@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -275,7 +276,9 @@ def test_no_request_runs_in_the_step_that_tells_the_worker_of_its_preemption(two
     """With --enable-return-routed-experts vLLM's worker dies of such a step."""
     aux_outputs = pytest.importorskip("vllm.distributed.aux_output_connector.connector")
     scheduler = two.runs[0].scheduler
-    connector = scheduler.aux_output_connector = aux_outputs.AuxOutputSchedulerConnector()
+    made = aux_outputs.AuxOutputSchedulerConnector
+    managers = [scheduler.kv_cache_manager] if signature(made).parameters else []  # from vLLM 0.33 on
+    connector = scheduler.aux_output_connector = made(*managers)
     connector.take_output = lambda request, output: None
     told, build = [], connector.build_connector_meta
     connector.build_connector_meta = lambda *args: told.append(build(*args)) or told[-1]
