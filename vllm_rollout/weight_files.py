@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt")
-"""Names of files with weights. vLLM reads those of the first pattern that any file of the folder has."""
+"""Names of files with weights. vLLM reads the files of the first pattern that fits any."""
 OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """Ends of names that vLLM leaves out (its `filter_files_not_needed_for_inference`): the trainer's own state."""
 EXPECTED = f"no weights ({', '.join(PATTERNS)}, beside {', '.join(OF_TRAINING)})"

@@ -44,8 +44,9 @@ def listen(model: nn.Module) -> None:
 
 
 def listen_to_calls() -> None:
-    """Let each engine core of this process note new weights after every call that may bring some, and name them in its
-    outputs.
+    """Let each engine core of this process note new weights after every call that may bring some.
+
+    Its outputs then name them.
 
     vLLM's utility calls reach an engine core by name, and none of them informs its scheduler. If workers are separate
     processes, the scheduler would learn of new weights from the first step computed with them, one step late.

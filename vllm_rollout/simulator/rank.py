@@ -20,7 +20,8 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.step import DetachedGroup, GroupSteps
+from vllm_rollout.kernel.rules.detached import DetachedGroup
+from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.shaping.rules.admission import most_running
 from vllm_rollout.parts.shaping.rules.cost import computed_prompt_tokens

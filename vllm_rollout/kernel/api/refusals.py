@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from http import HTTPStatus
+from typing import Any, NoReturn
 
 from vllm.config import VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams
 
 from vllm_rollout.adapter.options import observing_refusal
+from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.xargs import rollout_xargs
 
 NO_PROMPT_LOGPROBS = (
@@ -43,6 +45,13 @@ def refuse_unwritable(extra_args: Mapping[str, Any]) -> None:
             f"vllm_xargs: names and values must be valid Unicode text, got an unpaired surrogate, {found}. Drop it.",
             parameter="vllm_xargs",
         ) from error
+
+
+def raise_as_vllms(error: RequestError) -> NoReturn:
+    """Raise the error of vLLM that its endpoints answer with this status."""
+    if error.status == HTTPStatus.BAD_REQUEST:
+        raise VLLMValidationError(str(error), parameter=error.param) from error
+    raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
 
 
 def pruning_refusal(vllm_config: VllmConfig) -> str | None:

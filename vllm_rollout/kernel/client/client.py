@@ -8,6 +8,7 @@ Invariant: importing this needs neither vllm nor torch.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, Self
@@ -95,7 +96,7 @@ class Client(Blocked):
 
 
 class BlockingSender(Sender):
-    """Sends by blocking, so that coroutines never wait. Overrides: __init__, _sleep."""
+    """Sends by blocking, so that coroutines never wait. Overrides: __init__, _sleep, _aside."""
 
     def __init__(self, *args: Any, transport: Any = None, **settings: Any) -> None:
         http = httpx.Client(limits=LIMITS, transport=transport)
@@ -103,3 +104,8 @@ class BlockingSender(Sender):
 
     async def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    async def _aside(self, work: Callable[[], object]) -> None:
+        if inspect.iscoroutine(returned := work()):
+            returned.close()
+            raise TypeError("an async function needs the client that is asynchronous, too: AsyncRolloutClient")

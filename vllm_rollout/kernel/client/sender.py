@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from typing import Any, TypeVar
@@ -22,6 +23,17 @@ class Sender(Connection):
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    async def _aside(self, work: Callable[[], object]) -> None:
+        """Run long work, sync or async, while the loop goes on. Returns once the work has ended, also if cancelled."""
+        thread = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            returned = await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            await asyncio.wait([thread])
+            raise
+        if inspect.isawaitable(returned):
+            await returned
 
     @asynccontextmanager
     async def _placed(self, num_candidates: int) -> AsyncIterator[Sender]:

@@ -36,9 +36,10 @@ from vllm_rollout.kernel.core.stop_strings import StopStrings
 from vllm_rollout.kernel.core.versions import admitting, num_deferred, returns_experts
 from vllm_rollout.kernel.core.weights import Weights
 from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.request_names import names_of_group
-from vllm_rollout.kernel.rules.step import DetachedGroup, GroupSteps, LaunchRefused, StayReason, Verdicts
+from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.kernel.rules.types import ABORTED, CandidateId
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.kernel.xargs import as_written

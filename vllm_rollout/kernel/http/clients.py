@@ -1,4 +1,4 @@
-"""Client and path of the request that is being answered. Clients with the same API key share a namespace for the names
+"""Client and path of the request that is being answered. Clients with one API key share a namespace for the names
 they choose.
 
 Invariant: no key is kept, only its hash.

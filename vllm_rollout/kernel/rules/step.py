@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
+from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.sibling_table import SiblingTable
 from vllm_rollout.kernel.rules.terms import GroupTerms
@@ -84,30 +85,6 @@ class Entered(NamedTuple):
     """Name of its LoRA adapter, as the engine states it. `BASE_MODEL`: none."""
     said: Any | None
     """Its own value for a part, beside the group's terms."""
-
-
-@dataclass(frozen=True, slots=True)
-class DetachedGroup:
-    """The state of a group on its way between two engines. At any time a group is in one of them, or in this.
-
-    A group moves whole, since its verdicts need all siblings in one place. Candidates that have ended stay where they
-    are: their rewards arrive there. Everything else about the group is here, in a form that msgspec can encode as JSON.
-    """
-
-    group_id: str
-    group: Group
-    request_ids: dict[int, str]
-    """Request ids of running candidates, by index."""
-    parts: dict[str, Any] = field(default_factory=dict)
-    """Values that parts took along, by part."""
-
-
-StayReason = Literal["over", "busy"]
-"""Reason why a group does not move now.
-
-over  it is unknown here: it has ended, or was never here
-busy  one of its events waits for the end of the step
-"""
 
 
 class StepPart:

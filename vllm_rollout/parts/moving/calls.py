@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from vllm_rollout.kernel.call_table import Operation
-from vllm_rollout.kernel.rules.step import StayReason
+from vllm_rollout.kernel.rules.detached import StayReason
 from vllm_rollout.parts.moving.rules.load import RankState
 
 

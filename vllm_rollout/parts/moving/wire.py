@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_rollout.kernel.rules.step import DetachedGroup
+from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.wire import typed
 
 

@@ -5,8 +5,6 @@ Invariant: a server that was paused here is resumed, even if a step fails.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -18,7 +16,6 @@ from typing import Any, Literal, get_args
 
 from vllm_rollout.kernel.client.blocking import Blocked, blocking
 from vllm_rollout.kernel.client.calls import Call
-from vllm_rollout.kernel.client.client import BlockingSender
 from vllm_rollout.kernel.client.connection import RolloutError
 from vllm_rollout.kernel.client.methods import ClientPart
 from vllm_rollout.kernel.client.sender import Sender
@@ -86,7 +83,7 @@ async def give_weights(
     async with _paused(self):
         paused = time.perf_counter()
         if callable(weights):
-            await _aside(self, weights)
+            await self._aside(weights)
         elif adapter is None:
             folder = str(Path(weights).resolve())
             call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
@@ -103,26 +100,6 @@ async def give_weights(
         if kv == "recompute":  # after the name, which also counts weights that came unnoticed
             await self.send(_post("/v1/weights/recompute"))
     return GivenWeights(name, paused - began, sent - paused, time.perf_counter() - sent)
-
-
-async def _aside(client: Sender, work: Callable[[], object]) -> None:
-    """Run long work, sync or async, while the loop goes on. Returns once the work has ended, also if cancelled.
-
-    A client that blocks has no loop, and waits for the work. Raises: TypeError if that work is async.
-    """
-    if isinstance(client, BlockingSender):
-        if inspect.iscoroutine(returned := work()):
-            returned.close()
-            raise TypeError("an async function needs the client that is asynchronous, too: AsyncRolloutClient")
-        return
-    thread = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        returned = await asyncio.shield(thread)
-    except asyncio.CancelledError:
-        await asyncio.wait([thread])
-        raise
-    if inspect.isawaitable(returned):
-        await returned
 
 
 @asynccontextmanager

@@ -25,8 +25,9 @@ from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.candidate import EngineCandidate
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.core.weights import OWN_SALT, Weights, has_own_hashes
+from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.step import DetachedGroup, GroupSteps, StayReason
+from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.moving.calls import (
     ADOPT_GROUP,

@@ -62,7 +62,7 @@ class ScoringLog:
         self._count_lengths((end.num_tokens, num_resumed) for end in ends)
 
     def _count_lengths(self, lengths: Iterable[tuple[int, int]]) -> None:
-        """Count candidates by their tokens, and by those of them from an earlier round."""
+        """Count candidates. Each has its number of tokens, and of tokens from an earlier round among them."""
         for num_tokens, num_resumed in lengths:
             if num_resumed >= self.plan.detection_length:
                 self.num_resumed += 1

@@ -126,7 +126,7 @@ def length_trial_report(
     known = (s for s in SIGNALS if all(map(_is_known, by_signal[s])))
     signal = next(known, max(SIGNALS, key=lambda s: by_signal[s][0].num_positive + by_signal[s][0].num_negative))
     tried = by_signal[signal]
-    recommended, reason = _recommended(tried, MIN_OF_EACH_WHEN_FULL if is_full else MIN_OF_EACH, may_leave_out=is_full)
+    recommended, reason = _recommended(tried, is_full=is_full)
     return LengthTrialReport(len(candidates), signal, keep_ratio, tried, recommended, reason)
 
 
@@ -167,10 +167,12 @@ def _is_known(tried: TriedLength, min_of_each: int = MIN_OF_EACH) -> bool:
     return min(tried.num_positive, tried.num_negative) >= min_of_each
 
 
-def _recommended(tried: Sequence[TriedLength], min_of_each: int, *, may_leave_out: bool) -> tuple[int | None, str]:
+def _recommended(tried: Sequence[TriedLength], *, is_full: bool) -> tuple[int | None, str]:
+    """`is_full`: no more labels may come."""
+    min_of_each = MIN_OF_EACH_WHEN_FULL if is_full else MIN_OF_EACH
     known = [each for each in tried if _is_known(each, min_of_each)]
     unknown = next((each for each in tried if each not in known), None)
-    if unknown is not None and not (known and may_leave_out):
+    if unknown is not None and not (known and is_full):
         return None, (
             f"{unknown.num_positive} right and {unknown.num_negative} wrong answers were scored at "
             f"{unknown.detection_length} tokens so far, {min_of_each} of each are needed"

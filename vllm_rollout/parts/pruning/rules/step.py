@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.rules.keys import Key
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.step import DetachedGroup, Ended, Entered, GroupSteps, Phase, Step, StepPart
+from vllm_rollout.kernel.rules.step import Ended, Entered, GroupSteps, Phase, Step, StepPart
 from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.memories.rules import Memories
 from vllm_rollout.parts.pruning.rules.assessment import NO_SCORES, Assessment, Scores

@@ -165,8 +165,10 @@ class Scorer(RowsPart):
             quality_head(hidden, torch.zeros(num_due, dtype=torch.int64, device=hidden.device), *weights)
 
     def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
-        """States of candidates that have ended, and of these even if nobody has said so here yet, or if the report
-        that has their states is not read yet. Waits for the device."""
+        """States of candidates that have ended. Waits for the device.
+
+        These candidates are found before their end is known here, and while their report is unread.
+        """
         for request_id in request_ids:
             slot = self._tracker.slot_of(request_id)
             if slot is not None and self._is_final[slot]:

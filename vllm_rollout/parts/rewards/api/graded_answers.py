@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -20,6 +20,7 @@ from vllm_rollout.adapter.joining import answer_name
 from vllm_rollout.adapter.output_text import MARK_KEY
 from vllm_rollout.kernel.api.claims import AskedRequest
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
+from vllm_rollout.kernel.api.refusals import raise_as_vllms
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.ended import reward_of
 from vllm_rollout.kernel.http.engine import RequestError
@@ -67,7 +68,7 @@ class AnswerGrader:
         except RequestError as error:
             if error.status == HTTPStatus.BAD_REQUEST:
                 raise _invalid(REWARD, str(error)) from error
-            raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
+            raise_as_vllms(error)
         return options
 
     async def _graded(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.rules.keys import Key
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.step import DetachedGroup, Entered, GroupSteps, Phase, Step, StepPart
+from vllm_rollout.kernel.rules.step import Entered, GroupSteps, Phase, Step, StepPart
 from vllm_rollout.kernel.rules.types import CandidateId, TooLate
 from vllm_rollout.parts.rounds.rules.race import RacePlace, RaceTable
 

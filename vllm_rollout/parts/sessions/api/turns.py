@@ -9,18 +9,18 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import wraps
-from http import HTTPStatus
 from math import isnan
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.api.group_client import let_stream
+from vllm_rollout.kernel.api.refusals import raise_as_vllms
 from vllm_rollout.kernel.api.versions import version_spans
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import RequestError
@@ -47,13 +47,6 @@ SCORED_SAYS = face("sessions", "scored_says")
 """Returns what a scored turn says to pruning. None without pruning, which scores."""
 
 
-def _raise_as_vllms(error: RequestError) -> NoReturn:
-    """Raise the error of vLLM that its endpoints answer with this status."""
-    if error.status == HTTPStatus.BAD_REQUEST:
-        raise VLLMValidationError(str(error), parameter=error.param) from error
-    raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
-
-
 def turn_of(
     service: SessionService, xargs: Mapping[str, object], prompt: Any, params: SamplingParams, model: str | None
 ) -> OpenTurn | None:
@@ -64,7 +57,7 @@ def turn_of(
     except PlanError as error:
         raise VLLMValidationError(f"vllm_xargs.{error}", parameter=f"vllm_xargs.{error.field}") from error
     except RequestError as error:
-        _raise_as_vllms(error)
+        raise_as_vllms(error)
 
 
 async def compared(service: SessionService, turn: OpenTurn, prompt: Any, max_model_len: int) -> Any:
@@ -72,7 +65,7 @@ async def compared(service: SessionService, turn: OpenTurn, prompt: Any, max_mod
     try:
         continuation = await service.compare(turn)
     except RequestError as error:
-        _raise_as_vllms(error)
+        raise_as_vllms(error)
     if continuation.history == "mended":
         prompt = {**prompt, "prompt_token_ids": list(continuation.token_ids)}
     if len(_tokens_of(prompt) or ()) >= max_model_len:
@@ -102,7 +95,7 @@ def begin(service: SessionService, turn: OpenTurn) -> bool:
     try:
         return service.begin(turn)
     except RequestError as error:
-        _raise_as_vllms(error)
+        raise_as_vllms(error)
 
 
 class Heard:
