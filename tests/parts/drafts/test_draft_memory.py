@@ -276,6 +276,16 @@ def test_what_runs_is_stored_no_further_than_there_is_room_and_goes_on():
     assert drafted(made, again, [8], 1) == [9], "a new one evicts what has ended"
 
 
+def test_where_something_is_removed_only_the_most_recent_places_stay():
+    made = memory(max_places=2)
+    filled(made, "p", [1, 7])
+    recent, gone, reader = (made.begin("p", []) for _ in range(3))
+    step(made, {recent: [1, 8, 1, 9], gone: [2]}, 0)
+    made.end([gone], keep=False)
+    made.end([recent], keep=False)
+    assert drafted(made, reader, [1], 1) == [], "a removal looks at no older place, however many there are"
+
+
 def test_the_last_byte_is_used_and_not_one_more():
     text = list(range(130))
     enough = memory()

@@ -293,7 +293,10 @@ bool DraftMemory::evict(int64_t bytes) {
 }
 
 // Takes sources, which stand in no list any more, out of the prompt's chains,
-// whose order stays, and frees their blocks: linear in the prompt's tokens.
+// whose order stays, and frees their blocks. Of a chain the max_places_ most
+// recent places stay, which are those that drafts look at. So the cost is that
+// of the dead places, and not of all tokens of the prompt. A prompt that has
+// no other source is left as it is: drop_if_empty follows.
 void DraftMemory::remove(Prompt& prompt,
                          std::vector<std::unique_ptr<Source>> dead) {
   bool has_blocks = false;
@@ -303,18 +306,21 @@ void DraftMemory::remove(Prompt& prompt,
                   static_cast<int64_t>(source->blocks.size()) * kBlockBytes;
     has_blocks = has_blocks || !source->blocks.empty();
   }
-  if (!has_blocks) return;
-  const auto is_dead = [&](Place place) {
-    return prompt.blocks[place / kBlockTokens]->source->is_dead;
-  };
+  if (!has_blocks || (prompt.running.empty() && prompt.ended.empty())) return;
   int64_t num_ngrams = 0;
   for (Place& head : prompt.table) {
     Place* link = &head;
-    while (*link != kNoPlace) {
-      while (*link != kNoPlace && is_dead(*link))
-        *link = link_at(prompt, *link);
-      if (*link == kNoPlace) break;
-      link = &prompt.blocks[*link / kBlockTokens]->links[*link % kBlockTokens];
+    for (int64_t num_kept = 0; *link != kNoPlace;) {
+      Block& block = *prompt.blocks[*link / kBlockTokens];
+      Place& next = block.links[*link % kBlockTokens];
+      if (num_kept == max_places_) {
+        *link = kNoPlace;
+      } else if (block.source->is_dead) {
+        *link = next;
+      } else {
+        link = &next;
+        ++num_kept;
+      }
     }
     num_ngrams += head != kNoPlace;
   }

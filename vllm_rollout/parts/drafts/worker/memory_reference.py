@@ -225,12 +225,15 @@ class DraftMemoryReference:
         return bool(prompts)
 
     def _remove(self, prompt: Prompt, dead: Iterable[Source]) -> None:
+        """Forget sources. Of each n-gram the most recent `max_places` places stay."""
         gone = list(dead)
         prompt.ended = [source for source in prompt.ended if source not in gone]
-        for ngram, places in list(prompt.places.items()):
-            prompt.places[ngram] = [place for place in places if place.source not in gone]
-            if not prompt.places[ngram]:
-                del prompt.places[ngram]
+        if any(source.length for source in gone):
+            for ngram, places in list(prompt.places.items()):
+                left = [place for place in places if place.source not in gone]
+                prompt.places[ngram] = left[-self.max_places :]
+                if not left:
+                    del prompt.places[ngram]
         self._count(prompt)
 
     def _drop_if_empty(self, prompt: Prompt) -> None:
