@@ -688,7 +688,9 @@ def test_a_feed_of_agents_gives_batches_while_weights_get_names_and_others_are_s
             asyncio.timeout(WAIT_S),
             httpx.AsyncClient(base_url=server.url, limits=NO_KEEPALIVE, timeout=WAIT_S) as http,
             AsyncRolloutClient(server.url) as client,
-            client.feed(2, 4, id="agents", redundancy=1, max_staleness=1, sessions={"max_turns": 4}) as feed,
+            client.feed(
+                2, 4, id="agents", redundancy=1, max_staleness=1, on_update="recompute", sessions={"max_turns": 4}
+            ) as feed,
             feed.agents(run),
             feed.agents(run),
         ):

@@ -53,3 +53,10 @@ def test_what_does_not_fit_into_a_path_is_not_in_the_id(chosen):
 
 def test_groups_that_are_joined_are_found_by_nobody():
     assert names_of_group(joined_id("", "a", "b", "")) == set()
+
+
+def test_a_group_of_a_part_is_found_by_its_name_alone():
+    name = f"sessions-{uuid.uuid4().hex}"
+    for group_id in (name, f"{name}-scored"):
+        assert finds(name, group_id)
+        assert not finds(f"sessions-{uuid.uuid4().hex}", group_id)

@@ -21,6 +21,7 @@ from tests.parts.sessions.turns import Turns
 from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout import AgentSession, AsyncFeed, AsyncRolloutClient, RolloutError, Void
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
 from vllm_rollout.parts.feeds.http.live import LiveFeed
 from vllm_rollout.parts.feeds.http.service import FeedService
@@ -197,6 +198,29 @@ async def test_agents_of_a_group_that_became_too_old_are_cancelled(url, turns) -
         await eventually(lambda: len(ended) == 2, 0.01)
 
 
+async def test_kv_of_running_agents_is_computed_again_if_the_feed_says_so(url, turns) -> None:
+    engine = turns.app.state.rollout_service.engine
+    update(turns, "step-0")
+    goes_on = asyncio.Event()
+
+    async def run(session: AgentSession) -> float:
+        await goes_on.wait()
+        return await two_turns(session)
+
+    async with feed_at(url, batch=2, on_update="recompute") as feed, feed.agents(run):
+        await feed.put(prompts(2))
+        await eventually(lambda: len([each for each in live(turns).running if each.group_id is not None]) == 2, 0.01)
+        groups = [group.group_id for group in live(turns).running]
+        update(turns, "step-1")
+        batch = asyncio.create_task(feed.batch())
+        await eventually(lambda: bool(engine.recomputed), 0.01)
+        (names,) = engine.recomputed
+        for group in groups:
+            assert all(not names_of_group(id).isdisjoint(names) for id in (group, f"{group}-scored"))
+        goes_on.set()
+        assert ids(await batch) == ["q0", "q1"]
+
+
 async def test_deferred_prompts_run_again_without_spare_sessions(url, turns) -> None:
     update(turns, "step-0")
     sessions: Counter[str] = Counter()
@@ -294,7 +318,6 @@ async def test_agents_end_with_their_feed(url, turns) -> None:
         ({"reward": {"name": "math"}}, "reward"),
         ({"redundancy": "auto"}, "redundancy"),
         ({"on_update": "stop"}, "on_update"),
-        ({"on_update": "recompute"}, "on_update"),
         ({"sessions": {"turns": 2}}, "sessions.turns"),
         ({"sessions": {"max_sessions": 1}}, "max_sessions"),
         ({"batch": 1024, "max_staleness": 3, "group_size": 32}, "batch"),

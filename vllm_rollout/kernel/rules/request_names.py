@@ -17,6 +17,8 @@ OF_COMPLETION = re.compile(r"(?P<answer>cmpl-.+)-\d+")
 OF_ROLLOUT = re.compile(r"(?P<rollout>rollout-.+)-\d+(\+\d+)?")
 """Group of one prompt of a rollout, also of one that is launched for that prompt later."""
 NAMED_ROLLOUT = re.compile(r"(?P<name>rollout-.+)-[0-9a-f]{8}")
+OF_PART = re.compile(r"(?P<name>[a-z]+-[0-9a-f]{32})(-[a-z]+)?")
+"""Group that a part made, by a random name and perhaps a word of the part."""
 CHOSEN = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """Part of a rollout's id that a client may choose. It stands in URL paths."""
 
@@ -39,6 +41,8 @@ def names_of_group(group_id: str) -> set[str]:
         rollout = of_rollout["rollout"]
         named = NAMED_ROLLOUT.fullmatch(rollout)
         return {rollout} if named is None else {rollout, named["name"]}
+    if (of_part := OF_PART.fullmatch(group_id)) is not None:
+        return {of_part["name"]}
     if (made := MADE.fullmatch(group_id)) is None:
         return set()
     of_completion = OF_COMPLETION.fullmatch(made["request"])

@@ -149,9 +149,9 @@ class LiveFeed:
             if self.request.on_update == "stop":
                 self._stop_running()
             if self.request.on_update == "recompute":
-                names = [group.rollout_id for group in self.running if group.rollout_id is not None]
-                if names:
-                    spawn(recomputed(self._engine, names), "KV of a feed's groups")
+                ids = [id for group in self.running if (id := group.rollout_id or group.group_id) is not None]
+                if ids:
+                    spawn(recomputed(self._engine, ids), "KV of a feed's groups")
             self.admit()
         elif was_held and not self.is_held:
             self.admit()

@@ -16,10 +16,10 @@ def check(request: FeedRequest) -> None:
     sessions: SessionOptions = request.sessions
     said = {name: getattr(request, name) for name in RolloutFields.model_fields if name in request.model_fields_set}
     sessions.check_beside(said, "a feed of sessions")
-    if request.on_update != "keep":
+    if request.on_update == "stop":
         raise ValueError(
-            f'on_update: must be "keep" for sessions, got "{request.on_update}": their turns belong to the harness. '
-            'Leave it out, and give weights with kv="recompute".'
+            'on_update: must be "keep" or "recompute" for sessions, got "stop": their turns belong to the harness. '
+            'Choose "recompute".'
         )
     if (field := sessions.allows_fewer_by) is not None:
         raise ValueError(f"sessions.{field}: groups of a feed are whole, got true. Leave it out.")
