@@ -48,11 +48,11 @@ class Correction:
             raise ValueError(
                 f"rollout_is_threshold must be above 0, or None to truncate nothing, got {self.rollout_is_threshold}"
             )
-        for level, (low, high) in self.rollout_rs.items():
+        for level, allowed in self.rollout_rs.items():
             if level not in levels:
                 raise ValueError(f"levels of rollout_rs must be among {', '.join(levels)}, got {level!r}")
-            if not 0 <= low <= high:
-                raise ValueError(f"rollout_rs[{level!r}] must be (low, high) with 0 <= low <= high, got {(low, high)}")
+            if not isinstance(allowed, Sequence) or len(allowed) != 2 or not 0 <= allowed[0] <= allowed[1]:
+                raise ValueError(f"rollout_rs[{level!r}] must be (low, high) with 0 <= low <= high, got {allowed}")
 
 
 class ImportanceWeights(NamedTuple):
@@ -78,8 +78,10 @@ def log_ratios(logprobs: Tensor, behavior: Tensor, mask: Tensor, level: Level = 
     Returns: [num_samples, num_tokens]. Each token of a sequence has the value of its sequence at the level "sequence"
     or "geometric". A log probability that is not finite makes its token's ratio 0, and at these levels its sequence's.
 
-    Raises: ValueError for other shapes. Source of "geometric": GSPO (arXiv 2507.18071), Eq. 7.
+    Raises: ValueError for other shapes or levels. Source of "geometric": GSPO (arXiv 2507.18071), Eq. 7.
     """
+    if level not in get_args(Level):
+        raise ValueError(f"level must be one of {', '.join(get_args(Level))}, got {level!r}")
     if logprobs.ndim != 2 or not logprobs.shape == behavior.shape == mask.shape:
         raise ValueError(
             "logprobs, behavior and mask must all be [num_samples, num_tokens], got"
@@ -225,22 +227,21 @@ def kept_tokens(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top
     """Tokens that top-k and then top-p keep, by the trainer's own logits. Ties at the k-th logit are all kept.
 
     logits: [..., vocabulary], any float dtype. top_k below 1 keeps all, as in vLLM.
-    Returns: [..., vocabulary], bool. At least one token is kept.
+    Returns: [..., vocabulary], bool. At least one token is kept, if logits over the temperature are finite.
 
     Raises: ValueError for a temperature that is not above 0, or top_p outside of (0, 1]. Sources: top-k: Fan et al.
-    2018. Top-p: Holtzman et al. 2020. The order and the ties are those of vLLM's sampler.
+    2018. Top-p: Holtzman et al. 2020. The order and the ties are those of vLLM's sampler in PyTorch.
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-    scaled = scaled_by(logits.detach(), temperature)
+    scaled, order = scaled_by(logits.detach(), temperature).sort(dim=-1)
     if 0 < top_k < scaled.shape[-1]:
-        least = scaled.topk(top_k).values[..., -1:]
-        scaled = scaled.masked_fill(scaled < least, -math.inf)
-    if top_p == 1:
-        return scaled > -math.inf
-    probabilities, order = scaled.softmax(-1).sort(stable=True, dim=-1, descending=True)
-    before = probabilities.cumsum(-1) - probabilities
-    kept = (before < top_p) & (probabilities > 0)
+        scaled = scaled.masked_fill(scaled < scaled[..., -top_k, None], -math.inf)
+    kept = scaled > -math.inf
+    if top_p < 1:
+        least_likely = scaled.softmax(-1).cumsum(-1) <= 1 - torch.tensor(top_p, dtype=torch.float32)
+        least_likely[..., -1] = False
+        kept &= ~least_likely
     return torch.zeros_like(kept).scatter(-1, order, kept)
 
 
@@ -251,6 +252,8 @@ def recorded_tokens(token_ids: Sequence[Sequence[int]], vocabulary_size: int) ->
     """
     kept = torch.zeros(len(token_ids), vocabulary_size, dtype=torch.bool)
     for row, ids in enumerate(token_ids):
+        if min(ids, default=0) < 0:
+            raise IndexError(f"token_ids[{row}] must be from 0 to {vocabulary_size - 1}, got {min(ids)}")
         kept[row, torch.tensor(ids, dtype=torch.long)] = True
     return kept
 
@@ -276,7 +279,7 @@ def truncated_logprobs(logits: Tensor, token_ids: Tensor, kept: Tensor, *, tempe
     scaled = scaled_by(logits, temperature).masked_fill(~kept, -math.inf)
     sampled = token_ids[..., None]
     found = scaled.log_softmax(-1).gather(-1, sampled)
-    return found.masked_fill(~kept.gather(-1, sampled), -math.inf)[..., 0]  # nan if nothing is kept, as in padding
+    return found.masked_fill(~kept.gather(-1, sampled), -math.inf)[..., 0]  # also if no token is kept
 
 
 def scaled_by(logits: Tensor, temperature: float) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from math import exp
 
 import pytest
 from hypothesis import given, settings
@@ -235,6 +236,19 @@ def test_answers_shorter_than_the_detection_length_count_in_the_success_of_their
     assert judge.memory.successes.of("id:p").rate == 1.0
     assert judge.memory.successes.of("id:p").num_rewarded == pytest.approx(4 * 2, rel=0.25)
     assert (judge.memory.learnings, list(judge.memory.tried)) == ({}, [])
+
+
+def test_right_answers_of_races_count_less_where_audits_say_so_whether_they_were_scored_or_not():
+    judge = Judge()
+    learning = judge.memory.learning(LENGTH, lambda length: True)
+    for calibrator in learning.calibrators.values():
+        calibrator.intercept.value, calibrator.rate_intercept.precision = -1.2, 5.0
+    siblings = Siblings(judge, SHADOW, prompt_key="id:p")
+    siblings.finish(*range(4))
+    for index in range(4):
+        siblings.entries[index].origin = "race"
+    judge.reward("r", [Reward("p", index, 1.0, positive=True) for index in range(4)])
+    assert judge.memory.successes.of("id:p").num_rewarded == pytest.approx(4 * exp(-1.2), rel=0.25)
 
 
 def test_a_prompt_that_never_succeeded_is_steered_more():

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import struct
+import time
 import tracemalloc
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from vllm_rollout.kernel.worker.worker import RolloutWorker
 from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.pruning.api import learning
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
-from vllm_rollout.parts.pruning.calls import POST_REWARDS, PostedRewards
+from vllm_rollout.parts.pruning.calls import POST_REWARDS, TRAIN, PostedRewards
 from vllm_rollout.parts.pruning.core import learning_calls, readings
 from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls, PruningCore
 from vllm_rollout.parts.pruning.core.readings import MAX_READINGS, Readings
@@ -354,6 +355,44 @@ async def test_while_rewards_keep_coming_heads_are_shared_and_the_state_can_be_s
     monkeypatch.undo()
     await engine.settled()
     await EngineLearning(EngineCalls(Client(Rank())), PruningOptions()).set_learning_state(state)
+
+
+async def test_only_a_head_that_was_trained_is_sent_to_the_other_ranks(monkeypatch):
+    ranks = [Rank(), Rank()]
+    engine = EngineLearning(EngineCalls(Client(*ranks)), PruningOptions(train_budget_s=10.0))
+    for length in (LENGTH, LENGTH + 1):
+        plan = replace(PLAN, detection_length=length)
+        await engine.post_rewards(f"r{length}", ranks[0].run_rollout(f"r{length}", plan=plan))
+        await engine.settled()
+    before = len(ranks[1].arguments["put_head"])
+    left, train = iter([1, 1, 1]), ranks[0].heads.train
+
+    def train_slowly(budget_s: float) -> int:
+        time.sleep(2 * learning.SETTLE_S)  # heads are shared after each slice
+        return train(budget_s) + next(left, 0)
+
+    monkeypatch.setattr(learning, "SETTLE_S", 0.01)
+    monkeypatch.setattr(ranks[0].heads, "train", train_slowly)
+    await engine.post_rewards("again", ranks[0].run_rollout("again", seed=3))
+    await engine.settled()
+    assert [head.version for head in ranks[1].heads.infos()] == [2, 1]
+    assert len(ranks[1].arguments["put_head"]) == before + 1
+
+
+async def test_rewards_that_come_while_the_last_heads_are_shared_are_trained_too(monkeypatch):
+    ranks = [Rank(), Rank()]
+    engine = EngineLearning(EngineCalls(Client(*ranks)), PruningOptions(train_budget_s=10.0))
+    share, late = engine._share_heads, []
+
+    async def share_slowly(shared) -> None:
+        if not late:
+            late.append(await engine.post_rewards("late", ranks[0].run_rollout("late", seed=5)))
+        await share(shared)
+
+    monkeypatch.setattr(engine, "_share_heads", share_slowly)
+    await engine.post_rewards("r", ranks[0].run_rollout("r"))
+    await engine.settled()
+    assert (late[0].num_training > 0, ranks[0].call(TRAIN, 0.0)) == (True, 0)
 
 
 def test_a_piece_ends_when_its_time_is_spent_or_it_is_large_enough(monkeypatch):

@@ -182,7 +182,7 @@ def test_a_model_whose_last_states_are_narrower_than_it_says_refuses_pruning_alo
     runner.model = SimpleNamespace(compute_logits=lambda hidden: torch.zeros(len(hidden), VOCAB_SIZE))
     runner._dummy_sampler_run(torch.ones(2, HIDDEN_SIZE))
     _, report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], (new_request("a", 3, 2), new_request("b", 3, None)))
-    assert list(report.failed) == ["a"]
+    assert (list(report.failed), report.num_internal_errors) == (["a"], 0)
     assert (
         "its last hidden states have 4 numbers, and its configuration says 8. Leave pruning out." in report.failed["a"]
     )

@@ -116,6 +116,8 @@ def test_masks_of_several_levels_hold_together():
         ({"rollout_is": "turn"}, "rollout_is must be None or one of token, sequence, geometric, got 'turn'"),
         ({"rollout_is_threshold": 0.0}, "rollout_is_threshold must be above 0"),
         ({"rollout_rs": {"turn": (0, 1)}}, "levels of rollout_rs must be among"),
+        ({"rollout_rs": {"token": 2.0}}, "must be .low, high."),
+        ({"rollout_rs": {"turn": 2.0}}, "levels of rollout_rs must be among"),
         ({"rollout_rs": {"token": (2.0, 1.0)}}, r"rollout_rs\['token'\] must be \(low, high\)"),
         ({"rollout_rs": {"token": (math.nan, 1.0)}}, "must be"),
         ({"rollout_rs": {"token": (-1.0, 1.0)}}, "with 0 <= low <= high"),
@@ -366,6 +368,29 @@ def test_top_p_keeps_the_fewest_tokens_that_have_its_mass():
     assert kept_tokens(torch.zeros(1, 4), top_p=0.5).sum() == 2
     logits = torch.randn(200, 9, generator=torch.Generator().manual_seed(0))
     assert (kept_tokens(logits, top_k=3, top_p=1 - 1e-9).sum(-1) <= 3).all()
+
+
+@pytest.mark.parametrize("top_k", [0, 40])
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.95, 0.99])
+def test_the_kept_tokens_are_those_of_vllms_sampler_also_if_logits_are_equal(top_k, top_p):
+    """Logits of bfloat16 have many equal ones."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    logits = (2 * torch.randn(64, 3000, generator=torch.Generator().manual_seed(1))).bfloat16().float()
+    k = torch.full((64,), top_k) if top_k else None
+    theirs = apply_top_k_top_p_pytorch(logits.clone(), k, torch.full((64,), top_p)) > -math.inf
+    assert kept_tokens(logits, top_k=top_k, top_p=top_p).equal(theirs)
+
+
+def test_ids_outside_of_the_vocabulary_are_refused():
+    for bad in (-1, 5):
+        with pytest.raises(IndexError):
+            recorded_tokens([[1, bad]], 5)
+
+
+def test_a_level_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="level must be one of token, sequence, geometric, got 'tokens'"):
+        log_ratios(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), "tokens")
 
 
 def test_a_recorded_set_gives_one_support_for_both_policies():

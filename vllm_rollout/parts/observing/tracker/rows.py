@@ -55,6 +55,8 @@ class RowsPart:
 
     num_wanting = 0
     """Number of candidates for which the part needs hidden states."""
+    refusal: str | None = None
+    """Reason for which each candidate fails that must be observed for this part."""
 
     def observes(self, tag: CandidateTag) -> bool:
         """True if the candidate must be observed for this part."""

@@ -52,11 +52,12 @@ class Observing:
         try:
             if (tag := _tag_of(request)) is None:
                 return
-            is_needed = any(part.observes(tag) for part in self._tracker.parts)
-            if self.refusal is not None:
-                if is_needed:
-                    self._failed[request_id] = self.refusal
-            elif is_needed or tag.observed:
+            needing = [part for part in self._tracker.parts if part.observes(tag)]
+            refusal = self.refusal or next((part.refusal for part in needing if part.refusal is not None), None)
+            if refusal is not None:
+                if needing:
+                    self._failed[request_id] = refusal
+            elif needing or tag.observed:
                 _begin(self._tracker, request_id, request, tag)
         except Exception as error:
             self.failed([request_id], error)

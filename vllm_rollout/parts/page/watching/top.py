@@ -35,7 +35,9 @@ NOT_GROUPS = 8
 def feed(url: str, key: str | None) -> Iterator[tuple[str, Any]]:
     """Name and data of each event of a server. Raises: RolloutError."""
     if key is not None and not key.isascii():
-        raise RolloutError(None, f"--api-key, or VLLM_API_KEY, must be ASCII characters, got {key!r}.", "BadKey")
+        place = next(place for place, character in enumerate(key, 1) if not character.isascii())
+        text = f"--api-key, or VLLM_API_KEY, must be ASCII characters. Character {place} is none. Correct the key."
+        raise RolloutError(None, text, "BadKey")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     timeout = httpx.Timeout(10.0, read=60.0)
     name = ""

@@ -99,6 +99,8 @@ class EngineLearning(LearningPart):
         self._calls = calls
         self._options = options or PruningOptions.of(calls.vllm_config)
         self._training: asyncio.Task[None] | None = None
+        self._has_more = False
+        """True if rewards came to train on since training began its last turn."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by rollout id, held while its rewards are posted."""
         self._replacing = asyncio.Lock()
@@ -141,6 +143,7 @@ class EngineLearning(LearningPart):
             ]
             num_training = sum(found.num_training for found in posted)
             versions = {head.key: head.version for head in await self._heads()}
+            self._has_more |= num_training > 0
             if num_training and not self._is_training:
                 self._training = spawn(self._train(), "training of the quality head")
             heads = sorted(set().union(*(found.heads for found in posted)))
@@ -290,14 +293,15 @@ class EngineLearning(LearningPart):
         If this fails, rewards stay accounted for, calibration has learned, and published heads are unchanged. The next
         rewards start the training again.
         """
-        num_left = 1
+        num_left = 0
         try:
-            while num_left:
-                share_at = time.monotonic() + SETTLE_S
+            shared = {head.key: head.version for head in await self._heads()}
+            while num_left or self._has_more:
+                self._has_more, num_left, share_at = False, 1, time.monotonic() + SETTLE_S
                 while num_left and time.monotonic() < share_at:
                     num_left = await self._calls.call_first(TRAIN, self._options.train_budget_s)
                 if self._calls.num_ranks > 1:
-                    await self._share_heads()
+                    await self._share_heads(shared)
                 self._calls.after_change()
         except EngineStopped:  # a dead engine is reported elsewhere
             logger.warning("training of the quality head ended with the engine")
@@ -307,12 +311,16 @@ class EngineLearning(LearningPart):
         if self._training is not None:
             await asyncio.wait([self._training])
 
-    async def _share_heads(self) -> None:
+    async def _share_heads(self, shared: dict[HeadKey, int]) -> None:
+        """Put heads on the other ranks, and note their versions in `shared`. They have these versions already."""
         for head in await self._heads():
+            if shared.get(head.key) == head.version:
+                continue
             async with self._replacing:
                 data = await self._read_head(head.key)
                 if data is not None:
                     await self._put_on_others(HeadToPut(data, head.adapter))
+                    shared[head.key] = head.version
 
     async def _read(
         self, calls: EngineCalls, open_operation: Operation[Any, Any], argument: Callable[[str], Any]

@@ -255,7 +255,7 @@ class Judge:
                     )
                 )
             if memory is not None and label.prompt_key:
-                answers = 1.0
+                answers, learning = 1.0, learning or memory.learnings.get(label.detection_length)
                 if label.positive and label.origin == "race" and learning is not None:
                     answers = exp(learning.most_audited.intercept.value)
                 weight = min(MAX_LABEL_WEIGHT, label.weight * answers)

@@ -63,8 +63,6 @@ class Scorer(RowsPart):
         """Slots and positions of the tokens of the step before."""
         self._due_now, self._sees_last = _NONE, False
         """Tokens of this step that are due, and if some may be last ones: between `choose` and `see_rows`."""
-        self._refusal: str | None = None
-        """Reason why no candidate can be scored."""
         self.heads: dict[HeadKey, PublishedHead] = {}
         """An entry is replaced whole."""
 
@@ -78,8 +76,6 @@ class Scorer(RowsPart):
 
     def begin(self, slot: int, tag: CandidateTag, adapter: str) -> None:
         if (terms := TERMS.of(tag.terms.parts)) is not None:
-            if self._refusal is not None:
-                raise ValueError(self._refusal)
             plan = terms.plan
             lengths = plan.detection_length, *plan.tried_lengths
             self.score(slot, lengths, num_before=tag.num_resumed, final=plan.final_score, adapter=adapter)
@@ -153,7 +149,7 @@ class Scorer(RowsPart):
 
     def warm_up(self, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         if hidden.shape[1] != self._ring.hidden_size:
-            self._refusal = (
+            self.refusal = (
                 f"pruning does not work with this model: its last hidden states have {hidden.shape[1]} numbers, and "
                 f"its configuration says {self._ring.hidden_size}. Leave pruning out."
             )
