@@ -34,6 +34,9 @@ async def test_viewers_are_told_of_feeds_when_they_change(app, http) -> None:
     assert (feed["id"], feed["num_batches"], feed["warning"]) == ("a", 1, None)
     assert feed["meter"]["trained"]["num_groups"] == 3
     assert shown.changes() == []
+    await put(http, 3, 3)
+    shown.everything()  # of a viewer who comes now
+    assert len(rows(shown.changes())) == 1, "those who came before hear of it, too"
 
 
 @needs_browser

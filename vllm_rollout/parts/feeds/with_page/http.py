@@ -14,18 +14,18 @@ class ShownFeeds:
 
     def __init__(self, feeds: FeedService) -> None:
         self._feeds = feeds
-        self._last = b""
+        self._told = b""
+        """The last event that every viewer got."""
 
     def everything(self) -> list[bytes]:
         """The feeds as they are now."""
         rows = [{**feed_answer(each).model_dump(), "warning": bias_warning(each)} for each in self._feeds.live]
-        self._last = event_of("feeds", {"feeds": rows})
-        return [self._last]
+        return [event_of("feeds", {"feeds": rows})]
 
     def changes(self) -> list[bytes]:
         """The feeds, if one has changed since the last call."""
-        before = self._last
-        return [event for event in self.everything() if event != before]
+        before, (self._told,) = self._told, self.everything()
+        return [] if self._told == before else [self._told]
 
 
 def show(rollouts: RolloutService, feeds: FeedService) -> None:
