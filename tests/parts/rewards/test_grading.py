@@ -310,6 +310,15 @@ async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, e
     await eventually(lambda: not engine.num_running, every_s=0.01)
 
 
+async def test_a_group_for_whose_further_candidates_no_rank_is_left_is_lost_and_others_go_on(http, engine, graders):
+    engine.finds_no_rank = lambda order: "+" in order.group_id
+    graders.function = lambda t: Grade("void") if t.prompt == "1 + 1" else Grade("ok", 1.0)
+    lost, whole = (await roll(http, group_size=2, redundancy=0)).groups
+    assert (whole.status, len(whole.trajectories)) == ("complete", 2)
+    assert lost.status == "incomplete"
+    assert lost.reason.endswith("(2 void, 2 failed): every rank is drained")
+
+
 async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(http):
     check_error(await roll(http, 400, max_candidates=7), 400, "max_candidates", ["may begin with 8", "got 7"])
     assert (await roll(http, max_candidates=8)).usage.num_candidates == 16
