@@ -45,7 +45,7 @@ async def test_a_batch_has_the_rewards_of_its_groups(http, engine) -> None:
     assert batch["meter"]["trained"]["mean_reward"] == 0.5
 
 
-async def test_a_group_for_whose_further_candidates_no_rank_is_left_starts_again(http, engine, graders, monkeypatch) -> None:
+async def test_a_group_for_whose_refill_no_rank_is_left_starts_again(http, engine, graders, monkeypatch) -> None:
     monkeypatch.setattr("vllm_rollout.parts.feeds.http.live.AGAIN_S", 0.01)
     refused = []
 
