@@ -27,7 +27,7 @@ class Hooks(Generic[Kind]):
     """The parts of one process, by the hooks that they have."""
 
     port: ClassVar[type[HookPart]]
-    """The class of the parts. Its methods are the hooks."""
+    """The class of the parts. Its methods but `__init__` are the hooks."""
 
     def __init__(self, parts: Sequence[tuple[str, Kind]] = (), faults: Faults | None = None) -> None:
         """`parts`: with their names. `faults`: counts their exceptions."""
@@ -36,7 +36,7 @@ class Hooks(Generic[Kind]):
         self._with: dict[str, list[tuple[str, Kind]]] = {
             hook: [(name, part) for name, part in parts if getattr(type(part), hook) is not does_nothing]
             for hook, does_nothing in vars(self.port).items()
-            if isfunction(does_nothing)
+            if isfunction(does_nothing) and hook != "__init__"
         }
 
     def call(self, hook: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:

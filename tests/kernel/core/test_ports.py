@@ -73,3 +73,7 @@ def test_a_part_is_found_by_its_class():
     assert parts.part(Failing) is failing
     with pytest.raises(LookupError, match="no part has str"):
         parts.part(str)
+
+
+def test_making_a_part_is_no_hook():
+    assert not any(name.startswith("_") for name in parts_of(limiting(None))._with)

@@ -27,6 +27,7 @@ from vllm_rollout.kernel.call_table import (
     Operation,
     Result,
 )
+from vllm_rollout.kernel.http.aborts import not_launched
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -34,6 +35,7 @@ from vllm_rollout.kernel.http.engine import (
     GroupLost,
     GroupOrder,
     Kind,
+    NoRankTakes,
     Outlook,
     PreparedPrompt,
     PromptInput,
@@ -152,6 +154,8 @@ class FakeEngine:
     """Error of candidates that fail."""
     losses: dict[str, int] = field(default_factory=dict)
     """Prompt id -> the step of its group at which its rank dies, once."""
+    finds_no_rank: Callable[[GroupOrder], bool] = lambda order: False
+    """True for a group that no rank takes now."""
     dies_at_step: int | None = None
     """The engine dies at that step of a group."""
     weight_version: str | None = None
@@ -269,6 +273,10 @@ class FakeEngine:
 
     async def run_group(self, order: GroupOrder) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         group_id, plan, prompt, stream_tokens = order.group_id, order.plan, order.prompt, order.stream_tokens
+        if self.finds_no_rank(order):
+            async for end in not_launched(order):
+                yield replace(end, finish_reason="error", error=None)
+            raise NoRankTakes("every rank is drained", status=HTTPStatus.SERVICE_UNAVAILABLE)
         steps, beginnings, said = self.steps, order.beginnings, {**order.said_once, **order.said}
         self.outlooks[prompt.id] = order.outlook
         handle: Handle = prompt.handle

@@ -22,7 +22,7 @@ from vllm_rollout.kernel.http import engine_totals, gauges, metrics
 from vllm_rollout.kernel.http.answers import RolloutAnswer, Usage
 from vllm_rollout.kernel.http.engine_totals import FOLDER_VARIABLE, EngineTotals, Reading
 from vllm_rollout.kernel.http.gauges import FreshGauges
-from vllm_rollout.kernel.http.metrics import PREFIX, Metrics
+from vllm_rollout.kernel.http.metrics import PREFIX, MetricMaker, Metrics
 from vllm_rollout.kernel.rules.types import GroupCounts, RankCounts
 
 
@@ -232,3 +232,14 @@ def test_a_new_engine_counts_on() -> None:
             totals.read([Reading(counter, {"rank": "0"}, total)])
         said.append(registry.get_sample_value("errors_total", {"rank": "0"}))
     assert said == [2, 5, 5, 5, 6, 12]
+
+
+def test_what_parts_share_is_made_once():
+    make, made = MetricMaker(CollectorRegistry()), []
+
+    def kind() -> list[object]:
+        made.append([])
+        return made[-1]
+
+    assert make.shared(kind) is make.shared(kind) is made[0]
+    assert len(made) == 1

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
+from vllm_rollout.kernel.http.engine import GroupOrder
 from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
@@ -296,6 +297,23 @@ async def test_a_group_that_the_engine_cannot_take_starts_again(http, engine, mo
     await asyncio.sleep(0.05)
     engine.dies_at_step = None
     assert ids(await take(http)) == ["q0"]
+
+
+async def test_a_group_for_whose_retry_no_rank_is_left_starts_again(http, engine, monkeypatch) -> None:
+    """First its rank dies, then the other one is drained for a while."""
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.live.AGAIN_S", 0.01)
+    engine.losses, engine.lengths = {"q0": 4}, {0: 9, 1: 9}
+    tries = []
+
+    def finds_no_rank(order: GroupOrder) -> bool:
+        tries.append(order.group_id)
+        return len(tries) in (2, 3)
+
+    engine.finds_no_rank = finds_no_rank
+    await make(http, batch=1, max_staleness=0, on_engine_failure="retry")
+    await put(http, 0, 1)
+    batch = await take(http)
+    assert (ids(batch), batch["failed"], len(tries)) == (["q0"], [], 4)
 
 
 async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engine) -> None:

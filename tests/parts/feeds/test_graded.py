@@ -11,11 +11,18 @@ from tests.parts.feeds.test_feeds import ids, make, put, take, update
 from tests.parts.pruning.learning_steps import PRUNING
 from tests.parts.rewards.test_grading import FakeGraders
 from tests.support.waiting import eventually
+from vllm_rollout.kernel.http.engine import GroupOrder
+from vllm_rollout.kernel.rules.rewards import Grade
 
 
 @pytest.fixture
-def app(engine: FakeEngine) -> FastAPI:
-    return make_app(engine, graders=FakeGraders())
+def graders() -> FakeGraders:
+    return FakeGraders()
+
+
+@pytest.fixture
+def app(engine: FakeEngine, graders: FakeGraders) -> FastAPI:
+    return make_app(engine, graders=graders)
 
 
 async def test_groups_without_variance_are_filtered_and_give_their_places_back(http, engine) -> None:
@@ -36,6 +43,23 @@ async def test_a_batch_has_the_rewards_of_its_groups(http, engine) -> None:
     assert [each["reward"] for each in batch["groups"][0]["trajectories"]] == [1.0, 0.0]
     assert batch["groups"][0]["rewards"]["teaches"]
     assert batch["meter"]["trained"]["mean_reward"] == 0.5
+
+
+async def test_a_group_for_whose_refill_no_rank_is_left_starts_again(http, engine, graders, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.live.AGAIN_S", 0.01)
+    refused = []
+
+    def finds_no_rank(order: GroupOrder) -> bool:
+        if "+" in order.group_id:
+            refused.append(order.group_id)
+        return "+" in order.group_id
+
+    engine.finds_no_rank = finds_no_rank
+    graders.function = lambda trajectory: Grade("ok" if refused else "void", 1.0 if refused else None)
+    await make(http, batch=1, max_staleness=0, reward="even")
+    await put(http, 0, 1)
+    batch = await take(http)
+    assert (ids(batch), batch["failed"], bool(refused)) == (["q0"], [], True)
 
 
 async def test_deferred_prompts_run_again_with_pruning_and_rewards(app, http, engine) -> None:

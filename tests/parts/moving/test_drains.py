@@ -82,9 +82,13 @@ async def test_a_retry_finds_no_rank_where_the_others_are_drained(new_cluster):
     cluster.llm.die(1)
     prompt = PreparedPrompt("q", [5] * 20, ([9, 9], SamplingParams(max_tokens=9), None))
     order = GroupOrder("g", GroupPlan(2), prompt, "q")
+    reports = cluster.engine.run_group(order)
+    ends = [await anext(reports) for _ in range(2)]
+    assert [(end.ending.index, end.ending.state, end.finish_reason) for end in ends] == [
+        (0, "failed", "error"), (1, "failed", "error")
+    ]  # fmt: skip
     with pytest.raises(NoRankTakes, match="drained, or has died"):
-        async for _ in cluster.engine.run_group(order):
-            pass
+        await anext(reports)
     cluster.llm.die(0)  # the whole engine: no group is to be told of as lost
     with pytest.raises(RequestError, match="has died") as raised:
         async for _ in cluster.engine.run_group(order):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 
 import httpx
 import pytest
@@ -24,7 +24,6 @@ from vllm_rollout.kernel.http.answers import (
     TokensEvent,
     TrajectoryEvent,
 )
-from vllm_rollout.kernel.http.engine import GroupOrder, Happening, NoRankTakes
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
@@ -261,22 +260,17 @@ async def test_with_retry_the_answer_is_that_of_an_engine_that_never_died(http, 
     assert answer.usage.model_copy(update={"num_restarted": 0}) == expected.usage
 
 
-async def test_a_group_for_whose_retry_no_rank_is_left_is_lost_and_others_go_on(http, engine: FakeEngine, monkeypatch):
+@pytest.mark.parametrize("redundancy", [1, 0])
+async def test_a_group_for_whose_retry_no_rank_is_left_is_lost_and_others_go_on(http, engine: FakeEngine, redundancy):
     """One rank died, and the others are drained. A group that had not begun is refused, as before."""
-    run_group, begun = engine.run_group, set()
-
-    def refused_again(order: GroupOrder) -> AsyncGenerator[Happening, None]:
-        if order.prompt.id in begun:
-            raise NoRankTakes("every rank is drained", status=503)
-        begun.add(order.prompt.id)
-        return run_group(order)
-
-    monkeypatch.setattr(engine, "run_group", refused_again)
+    engine.finds_no_rank = lambda order: order.prompt.id in engine.outlooks
     engine.lengths, engine.losses = LENGTHS, {"b": 8}
-    whole, lost = (await rolled_out(http, on_engine_failure="retry")).groups
+    whole, lost = (await rolled_out(http, redundancy=redundancy, on_engine_failure="retry")).groups
     assert (whole.status, len(whole.trajectories)) == ("complete", 3)
     assert lost.status == "incomplete"
-    assert lost.reason.endswith(f"{REASON}, and every rank is drained")
+    num, why = 3 + redundancy, f"{REASON}, and every rank is drained"
+    assert lost.reason == f"0 of {num} candidates finished, group_size is 3 ({num} failed): {why}"
+    assert [(candidate.index, candidate.state) for candidate in lost.candidates] == [(i, "failed") for i in range(num)]
     body = {"prompts": TWO[:1], "group_size": 3, "sampling_params": {"seed": 7}}
     assert (await http.post("/v1/rollouts", json=body)).status_code == 503
 

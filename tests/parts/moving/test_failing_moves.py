@@ -103,6 +103,26 @@ def test_a_release_that_fails_leaves_nobody_out_of_every_queue(two):
     assert_both_end(two)
 
 
+def test_a_group_that_cannot_go_on_after_a_release_that_fails_goes_on_when_it_is_kept(two, monkeypatch):
+    scheduler, fails = two.cores[0].scheduler, Failing()
+    preempted = scheduler.weights.preempted
+
+    def breaks(request: Any) -> None:
+        if fails():
+            raise MemoryError("it breaks off")
+        preempted(request)
+
+    def cannot_pack(*args: Any) -> None:
+        raise RuntimeError("it cannot pack")
+
+    monkeypatch.setattr(scheduler.weights, "preempted", breaks)
+    monkeypatch.setattr(scheduler.part(GroupMoves), "_pack", cannot_pack)
+    with pytest.raises(MemoryError):
+        two.release("g", 0)
+    two.cores[0].keep("g")
+    assert_both_end(two)
+
+
 async def test_a_group_that_has_stopped_goes_on_when_the_second_call_for_it_fails(new_cluster, loop):
     """The first one found a token on its way."""
     cluster = new_cluster()

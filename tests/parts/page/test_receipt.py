@@ -53,6 +53,10 @@ def seconds_of(groups):
     return max(chain.from_iterable(its.ended_s for its in groups))
 
 
+def test_a_race_of_no_candidates_stops_none():
+    assert group([], [], waited=True).raced() is None
+
+
 def test_tokens_are_counted():
     groups = [
         group([10, 30, 30, 5], ["stop", "stop", "surplus", "failed"], [0, 1], resumed=[0, 20, 0, 0]),

@@ -74,6 +74,16 @@ async def test_a_rollout_is_one_row(engine, app, path):
     )  # fmt: skip
 
 
+async def test_a_group_for_whose_retry_no_rank_is_left_is_recorded(engine, app, path):
+    engine.losses, engine.finds_no_rank = {"b": 3}, lambda order: order.prompt.id in engine.outlooks
+    (answer,) = await post(app, body("a", "b", redundancy=0, on_engine_failure="retry"))
+    assert [group["status"] for group in answer["groups"]] == ["complete", "incomplete"]
+    (row,) = map(json.loads, path.read_text().splitlines())
+    assert (row["prompts"][1]["lengths"], row["prompts"][1]["ends"]) == ([0, 0], ["failed", "failed"])
+    trace = read_trace(path)
+    assert (len(trace.prompts), trace.num_failed) == (1, 2)
+
+
 async def test_scores_and_accepted_rewards_are_recorded(engine, app, path):
     engine.lengths = dict.fromkeys(range(4), 20)
     shadow = {"detection_length": 5, "mode": "shadow"}

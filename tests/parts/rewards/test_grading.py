@@ -15,6 +15,10 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from vllm import SamplingParams
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
 
 from tests.kernel.http.conftest import events_of, http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
@@ -25,13 +29,17 @@ from tests.parts.pruning.learning_steps import PRUNING
 from tests.parts.rounds.test_runs import make, play, prompts
 from tests.support.waiting import eventually
 from vllm_rollout.kernel import parts
+from vllm_rollout.kernel.api.claims import AskedRequest
 from vllm_rollout.kernel.http.answers import RolloutAnswer
 from vllm_rollout.kernel.http.engine import EngineStopped
+from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.slices import SLICE_S
 from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.parts.rewards.api.graded_answers import AnswerGrader
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http import service
+from vllm_rollout.parts.rewards.http.service import GradingService
 from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
 
 PROMPTS = [
@@ -310,11 +318,42 @@ async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, e
     await eventually(lambda: not engine.num_running, every_s=0.01)
 
 
+async def test_a_group_for_whose_refill_no_rank_is_left_is_lost_and_others_go_on(http, engine, graders):
+    engine.finds_no_rank = lambda order: "+" in order.group_id
+    graders.function = lambda t: Grade("void") if t.prompt == "1 + 1" else Grade("ok", 1.0)
+    lost, whole = (await roll(http, group_size=2, redundancy=0)).groups
+    assert (whole.status, len(whole.trajectories)) == ("complete", 2)
+    assert lost.status == "incomplete"
+    assert lost.reason.endswith("(2 void, 2 failed): every rank is drained")
+
+
 async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(http):
     check_error(await roll(http, 400, max_candidates=7), 400, "max_candidates", ["may begin with 8", "got 7"])
     assert (await roll(http, max_candidates=8)).usage.num_candidates == 16
     if parts.has("shaping"):
         check_error(await roll(http, 400, redundancy="auto", max_candidates=4), 400, "max_candidates", ["got 4"])
+
+
+@pytest.mark.parametrize("name", ["none", "n" * 300])
+def test_an_openai_request_for_an_unknown_reward_is_told_its_field_and_all_names(graders, name):
+    grader = AnswerGrader(GradingService(graders, Metrics(CollectorRegistry())), None, None)
+    with pytest.raises(VLLMValidationError, match=r"even, other, got 'n.{,300}$") as error:
+        grader.claim(asked_for(name))
+    assert str(error.value).startswith("vllm_xargs.rollout_reward: ")
+    assert error.value.parameter == "vllm_xargs.rollout_reward"
+
+
+def test_an_openai_request_beside_too_many_answers_to_grade_is_told_to_wait(graders):
+    grading = GradingService(graders, Metrics(CollectorRegistry()))
+    grading.promise("even", service.MAX_PROMISED)
+    with pytest.raises(GracefulHTTPError, match=r"^vllm_xargs\.rollout_reward: .* Wait until") as error:
+        AnswerGrader(grading, None, None).claim(asked_for("even"))
+    assert error.value.http_status == 429
+
+
+def asked_for(name: str) -> AskedRequest:
+    params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+    return AskedRequest({}, params, "a", {"rollout_reward": name}, {})
 
 
 class ChanceGraders:

@@ -229,7 +229,7 @@ class GroupRunner:
             trace_headers=order.trace_headers,
             priority=order.priority,
         )
-        lost: GroupLost | None = None
+        lost: GroupLost | NoRankTakes | None = None
         try:
             async with aclosing(stream) as outputs:
                 async for candidate in outputs:
@@ -244,8 +244,9 @@ class GroupRunner:
         except RankDied as death:
             lost = GroupLost(f"rank {death.rank} of the engine died")
         except NoRankLeft as error:
-            refusal = NoRankTakes if self.client.routes.any_lives else RequestError
-            raise refusal(str(error), status=error.http_status) from error
+            if not self.client.routes.any_lives:
+                raise RequestError(str(error), status=error.http_status) from error
+            lost = NoRankTakes(str(error), status=error.http_status)
         except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
             raise RequestError(str(error), status=error.http_status) from error
         except REJECTIONS as error:

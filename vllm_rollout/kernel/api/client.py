@@ -32,7 +32,7 @@ from vllm_rollout.kernel.api.life import life_of
 from vllm_rollout.kernel.call_table import ABORT_REQUESTS
 from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.rules.request_names import names_of_request
+from vllm_rollout.kernel.rules.request_names import is_request_id, names_of_request
 from vllm_rollout.kernel.wire import CandidateTag
 
 UNNAMED_WEIGHTS = "default"
@@ -122,6 +122,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests. A candidate ends with the scheduler's last output, so that tokens held there are not lost."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        ids = [id for id in ids if internal or is_request_id(id)]
         if internal and isinstance(request_id, list):  # vLLM's /abort_requests without ids; others name one request
             self.when_all_aborted()
         known = self.output_processor.external_req_ids
@@ -139,8 +140,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
                 await super().abort(others, internal=True)
         else:
             await super().abort(ids, internal)
-        if not internal and ids:
-            stopped = {*named, *await self._abort_named(ids)}
+        if not internal:
+            stopped = {*named, *(await self._abort_named(ids) if ids else ())}
             if isinstance(request_id, list):
                 request_id[:] = stopped  # vLLM's /abort_requests answers with its length
 

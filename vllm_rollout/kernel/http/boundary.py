@@ -1,7 +1,7 @@
 """Limits and error handling of all our endpoints.
 
-Invariant: every error body is an OpenAI error with the problem, the value, allowed values and a remedy. No body above
-the limit is read, and the bodies of unanswered requests take a bounded number of bytes.
+Invariant: every error body is an OpenAI error with the problem, the value, allowed values and a remedy. None of our
+endpoints reads a body above the limit, and the bodies of their unanswered requests take a bounded number of bytes.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ async def answer_by_body(
 ) -> None:
     """For middleware: `choose` picks the app that answers a request and the app's scope, by the request's body.
 
-    The body is held within the bounds of our endpoints. A larger one is not read to its end: `too_large` answers. If
-    too much is held at once, the answer is that error (503).
+    The body is held within the bounds of our endpoints. A larger one is not read to its end here: `too_large` gets it
+    without a bound. If too much is held at once, the answer is that error (503).
     """
     messages: deque[Message] = deque()
     num_bytes = 0

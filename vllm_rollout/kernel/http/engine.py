@@ -233,8 +233,8 @@ class Engine(Protocol):
     def run_group(self, order: GroupOrder) -> AsyncGenerator[Happening, None]:
         """Launch the candidates of a group. Yields their new tokens and ends, at last one CandidateEnd each.
 
-        Closing the generator aborts running candidates. Raises: GroupLost, after the end of each candidate.
-        EngineStopped.
+        Closing the generator aborts running candidates. Raises: GroupLost or NoRankTakes, after the end of each
+        candidate. EngineStopped.
         """
 
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:

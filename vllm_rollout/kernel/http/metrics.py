@@ -71,7 +71,9 @@ class MetricMaker:
 
     def shared(self, kind: Callable[[], Shared]) -> Shared:
         """The one object of this kind, for all parts that ask for it."""
-        shared: Shared = self._shared.setdefault(kind, kind())
+        if kind not in self._shared:
+            self._shared[kind] = kind()
+        shared: Shared = self._shared[kind]
         return shared
 
 

@@ -41,7 +41,7 @@ from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, Ha
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.kernel.http.reports import Sources
+from vllm_rollout.kernel.http.reports import Lost, Sources
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan
 from vllm_rollout.kernel.rules.rewards import Grade, Reward
@@ -101,6 +101,8 @@ class GroupRecord:
     """Grades that have come, by candidate index."""
     void: set[int] = field(default_factory=set)
     """Indices of candidates that must not count."""
+    lost: Lost | None = None
+    """The last loss of candidates that do not run again."""
     parts: Sequence[GroupPart] = ()
     """Objects of parts, in the order in which they hear."""
 

@@ -28,9 +28,11 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The group stays lost. Nothing follows."""
+    """The candidates stay lost. Each has ended, and nothing follows."""
 
     reason: str
+    no_rank: bool = False
+    """True if no rank took them. One may take them later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,11 @@ class Graded:
 
 
 async def attempts(
-    run: Attempt, on_engine_failure: OnEngineFailure, before_retry: Callable[[], Awaitable[None]]
+    run: Attempt,
+    on_engine_failure: OnEngineFailure,
+    before_retry: Callable[[], Awaitable[None]],
+    *,
+    has_begun: bool = False,
 ) -> AsyncGenerator[Happening | Restarted | Lost, None]:
     """Run a group until it ends, and yield its tokens and ends, its restarts and its loss.
 
@@ -50,7 +56,8 @@ async def attempts(
     `Restarted` is yielded, and the group runs again after `before_retry`. Each retry takes the death of a rank, so
     there are fewer retries than ranks. If no rank is left for one, `Lost` is yielded.
 
-    Raises: what `run` raises when the whole engine is dead, or when no rank takes the first attempt.
+    `has_begun`: candidates of the group have run before. Raises: what `run` raises when the whole engine is dead, or
+    when no rank takes a group that had not begun.
     """
     reason = ""
     while True:
@@ -62,9 +69,9 @@ async def attempts(
         except GroupLost as lost:
             reason = str(lost)
         except NoRankTakes as refusal:
-            if not reason:
+            if not (reason or has_begun):
                 raise
-            yield Lost(f"{reason}, and {refusal}")
+            yield Lost(f"{reason}, and {refusal}" if reason else str(refusal), no_rank=True)
             return
         if on_engine_failure == "fail":
             yield Lost(reason)

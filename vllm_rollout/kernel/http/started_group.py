@@ -46,7 +46,6 @@ class StartedGroup(GroupRecord):
         self._rollout = rollout
         self._metrics = metrics
         self._names = {"prompt_id": self.prompt.id, "group_id": self.id}
-        self._lost_why: str | None = None
         self._told: set[int] = set()
         self._off_policy: set[int] = set()
         """Indices of trajectories that are off policy."""
@@ -91,7 +90,7 @@ class StartedGroup(GroupRecord):
                 for part in self.parts:
                     part.restarted()
             case Lost():
-                self._lost_why = happening.reason
+                self.lost = happening
             case Graded(end, grade):
                 if self.ends.get(end.ending.index) is not end:
                     return False
@@ -132,7 +131,8 @@ class StartedGroup(GroupRecord):
 
     async def over(self) -> Over:
         """The end of the group by its plan, as parts change it."""
-        over = Over(conclude(self.plan, (end.ending for end in self.ends.values()), self._lost_why, self.void))
+        lost_why = None if self.lost is None else self.lost.reason
+        over = Over(conclude(self.plan, (end.ending for end in self.ends.values()), lost_why, self.void))
         for part in self.parts:
             await part.over(over)
         for part in self.parts:

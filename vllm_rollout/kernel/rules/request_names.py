@@ -30,6 +30,14 @@ def rollout_id(chosen: str | None) -> str:
     return f"rollout-{chosen}-{uuid.uuid4().hex[:8]}"
 
 
+def is_request_id(id: object) -> bool:
+    """True if a request can have this id: some text without unpaired surrogates."""
+    try:
+        return isinstance(id, str) and bool(id.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def names_of_request(id: str) -> set[str]:
     """Names that find the groups of the request with the id `id`, or of a rollout for which `id` was chosen."""
     return {kept_name(id), f"rollout-{id}"}

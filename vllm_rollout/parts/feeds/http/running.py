@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from vllm_rollout.kernel.http.answers import DoneEvent, GroupEvent, Usage
 from vllm_rollout.kernel.http.engine import CandidateEnd, RequestError
-from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, RolloutPart
+from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over, RolloutPart
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.service import RolloutService
@@ -87,6 +87,8 @@ class AdmittedGroup:
     """Output to go on with, of a stopped group."""
     saw_bad_weights: bool = False
     """True if a candidate failed because logits were not finite."""
+    refusal: str | None = None
+    """Reason why it is not complete, if no rank took its candidates. One may take them later."""
 
     @property
     def size(self) -> GroupSize:
@@ -163,6 +165,8 @@ class RolloutRunner:
                     group.end, group.json = _end_of(event), groups.of(event.prompt_id)
                 elif isinstance(event, DoneEvent):
                     group.usage, group.warnings = event.usage, event.warnings
+        if group.refusal is not None:
+            raise RequestError(group.refusal, status=HTTPStatus.SERVICE_UNAVAILABLE)
 
     def events(self, name: str | None) -> AsyncGenerator[Any, None]:
         raise RequestError(
@@ -188,14 +192,14 @@ class _Lengths(RolloutPart):
 
     def group(self, record: GroupRecord) -> GroupPart:
         self._group.group_id = record.id
-        return _GroupLengths(self._group)
+        return _GroupLengths(self._group, record)
 
 
 class _GroupLengths(GroupPart):
-    """Overrides: ended, restarted."""
+    """Overrides: ended, restarted, decided."""
 
-    def __init__(self, group: AdmittedGroup) -> None:
-        self._group = group
+    def __init__(self, group: AdmittedGroup, record: GroupRecord) -> None:
+        self._group, self._record = group, record
 
     def ended(self, end: CandidateEnd) -> None:
         self._group.num_ended += 1
@@ -204,3 +208,8 @@ class _GroupLengths(GroupPart):
 
     def restarted(self) -> None:
         self._group.num_ended = self._group.num_tokens = 0
+
+    def decided(self, over: Over) -> None:
+        lost, result = self._record.lost, over.result
+        if lost is not None and lost.no_rank and result.status == "incomplete":
+            self._group.refusal = result.reason

@@ -181,11 +181,12 @@ class GroupMoves(CorePart):
         if parcel is not None and epoch == wanted.epoch:
             self._unpack(core, parcel, None)
             del self._released[group_id]
-        elif (candidates := self._stopped.pop(group_id, None)) is not None:
+        elif (candidates := self._stopped.get(group_id)) is not None:
             requests = [candidate.request for candidate in candidates]
             for request in requests:
                 self._groups.weights.preempted(request)
             queue_again(self._scheduler, requests)
+            del self._stopped[group_id]
         else:
             return
         self.kv.drop(core, group_id)

@@ -77,7 +77,7 @@ class RanGroup(NamedTuple):
         """
         ended = sorted(num for num, end in zip(self.tokens, self.ends, strict=True) if end == "stop")
         wanted = self.group_size if len(self.tokens) > self.group_size else (len(self.tokens) + 1) // 2
-        if not self.waited or len(ended) < wanted or any(end in STOP_STATES for end in self.ends):
+        if not self.waited or not ended or len(ended) < wanted or any(end in STOP_STATES for end in self.ends):
             return None
         stop = ended[wanted - 1]
         if stop == max(self.tokens):

@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
-from http import HTTPStatus
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -62,13 +61,12 @@ class AnswerGrader:
             raise _invalid(REWARD, f"must be the name of a reward, got {name!r:.100}.")
         if params.output_kind != RequestOutputKind.FINAL_ONLY:
             raise _invalid(REWARD, "a stream has no place for rewards. Set stream to false, or use /v1/rollouts.")
-        options = RewardOptions(name=name)
+        options = RewardOptions.model_construct(name=name)  # a name that is too long is refused as any unknown one
         try:
             self._grading.check(options, params.n)
         except RequestError as error:
-            if error.status == HTTPStatus.BAD_REQUEST:
-                raise _invalid(REWARD, str(error)) from error
-            raise_as_vllms(error)
+            field = f"vllm_xargs.{REWARD}"
+            raise_as_vllms(RequestError(f"{field}: {error}", status=error.status, param=field))
         return options
 
     async def _graded(

@@ -135,13 +135,14 @@ class GradedGroup(GroupPart):
         self._num_valid = self._num_pruned = 0
 
     def _launch(self, num_candidates: int) -> None:
-        """Launch candidates. A candidate that is lost with its rank does not run again: others take its place, up to
-        the maximum."""
+        """Launch candidates. One that is lost with its rank, or finds none, does not run again: others take its place,
+        up to the maximum."""
         if num_candidates:
             indices = range(self._next_index, self._next_index + num_candidates)
             self._num_launched = self._next_index = indices.stop
             self._in_wave = True
-            self._group.sources.launch(attempts(lambda: self._candidates.more(indices), "fail", _nothing))
+            more = attempts(lambda: self._candidates.more(indices), "fail", _nothing, has_begun=True)
+            self._group.sources.launch(more)
 
     def _grade(self, indices: Iterable[int]) -> None:
         """Start to grade candidates that have no grade and are not being graded."""
