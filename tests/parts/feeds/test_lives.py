@@ -35,13 +35,13 @@ class Life:
     def boot(self, version: str | None = None) -> None:
         self.engine = FakeEngine(step_s=0.001, weight_version=version)
         self.app = self._begin(self.engine)
-        write, chance = self.service._store.take, self.chance
+        write, chance = self.service._store.left, self.chance
 
         def slow(*args: Any) -> None:
             time.sleep(chance.random() * 0.01)
             write(*args)
 
-        self.service._store.take = slow  # type: ignore[method-assign, union-attr]
+        self.service._store.left = slow  # type: ignore[method-assign, union-attr]
         self.http = http_of(self.app)
 
     @property

@@ -43,6 +43,18 @@ def start(tmp_path: Path) -> Start:
     return started
 
 
+async def kill(app: FastAPI) -> None:
+    """Let the server's feed write nothing more, and end."""
+    wait_for_disk()
+    (feed,) = app.state.feed_service.live
+    feed.kept.store = None
+    await feed.close()
+
+
+def fill_disk(app: FastAPI, is_full: bool = True) -> None:
+    app.state.feed_service._store._database.execute(f"PRAGMA query_only = {is_full:d}")
+
+
 async def complete(app: FastAPI, num: int) -> None:
     await eventually(lambda: len(app.state.feed_service._feeds["a"].feed.rule.complete) == num)
 
@@ -108,17 +120,37 @@ async def test_a_disk_that_is_full_refuses_prompts_and_loses_no_batch(start: Sta
         await make(http)
         await put(http, 0, 6)
         await complete(app, 6)
-        database = app.state.feed_service._store._database
-        database.execute("PRAGMA query_only = ON")
+        fill_disk(app)
         assert "cannot be written" in (await put(http, 6, 3, 507))["error"]["message"]
         assert (await http.post("/v1/feeds", json={"id": "b", "group_size": 2, "batch": 3})).status_code == 507
         assert (await http.get("/v1/feeds/a")).json()["max_complete_bytes"] == MAX_BYTES  # shared with no other feed
         await take(http, 507, idempotency_key="k0")
         await take(http, 507, idempotency_key="k0")
-        database.execute("PRAGMA query_only = OFF")
+        fill_disk(app, False)
         batch = await take(http, idempotency_key="k0")
         other = await take(http)
         assert sorted(ids(batch) + ids(other)) == [f"q{i}" for i in range(6)]
+
+
+async def test_numbers_come_to_the_disk_after_the_batch_that_they_count(start: Start) -> None:
+    engine = FakeEngine(weight_version="step-0")
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http, max_staleness=0)
+        await put(http, 0, 9)
+        await complete(app, 3)
+        wait_for_disk()
+        fill_disk(app)
+        await take(http, 507, idempotency_key="k0")
+        fill_disk(app, False)
+        update(app, engine, "step-1")
+        await kill(app)
+    async with http_of(app := start(FakeEngine(weight_version="step-1"))) as http:
+        batch = await take(http, idempotency_key="k0")
+        assert (batch["batch"], batch["version"], ids(batch)) == (0, 0, ["q0", "q1", "q2"])
+        batch = await take(http)
+        assert (batch["batch"], batch["version"], batch["max_staleness"]) == (1, 1, 0)
+        assert ids(batch) == ["q3", "q4", "q5"]
 
 
 def test_a_file_that_is_no_database_ends_the_start(tmp_path: Path) -> None:

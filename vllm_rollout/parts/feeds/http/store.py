@@ -10,6 +10,7 @@ import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +74,20 @@ class StoredFeed(NamedTuple):
     """Newest batches by key, oldest first."""
 
 
+@dataclass(slots=True, eq=False)
+class BatchToKeep:
+    """The answer of a batch, which is kept in place of its groups."""
+
+    turns: list[int]
+    """Prompts of its groups."""
+    number: int
+    key: str
+    body: bytes
+    num_kept: int
+    """Newest batches whose answers are kept."""
+    is_written: bool = False
+
+
 class FeedStore:
     """All feeds of one server."""
 
@@ -134,24 +149,18 @@ class FeedStore:
                 values,
             )
 
-    def left(self, name: str, turns: Iterable[int], state: Mapping[str, Any]) -> None:
-        """Forget prompts whose groups are in no batch, and keep the feed's numbers."""
+    def left(self, name: str, turns: Iterable[int], state: Mapping[str, Any], batch: BatchToKeep | None) -> None:
+        """Forget prompts whose groups are in no batch, and keep the feed's numbers. `batch`: one that they count. It
+        may be written twice."""
         with self._transaction() as run:
-            for turn in turns:
+            for turn in (*turns, *(() if batch is None else batch.turns)):
                 run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
             run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name))
-
-    def take(
-        self, name: str, turns: list[int], number: int, key: str, body: bytes, num_kept: int, state: Mapping[str, Any]
-    ) -> None:
-        """Keep a batch's answer in place of its groups. `number`: of the batch. It may be written twice."""
-        with self._transaction() as run:
-            for turn in turns:
-                run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
-            run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name))
-            run("REPLACE INTO keys VALUES (?, 'batch', ?, ?)", (name, key, number))
-            run("REPLACE INTO answers VALUES (?, ?, ?, ?)", (name, number, key, zlib.compress(body, 1)))
-            run("DELETE FROM answers WHERE feed = ? AND number <= ?", (name, number - num_kept))
+            if batch is not None:
+                number, body = batch.number, zlib.compress(batch.body, 1)
+                run("REPLACE INTO keys VALUES (?, 'batch', ?, ?)", (name, batch.key, number))
+                run("REPLACE INTO answers VALUES (?, ?, ?, ?)", (name, number, batch.key, body))
+                run("DELETE FROM answers WHERE feed = ? AND number <= ?", (name, number - batch.num_kept))
 
     def load(self) -> list[StoredFeed]:
         """All feeds. Raises: RuntimeError for a damaged file."""
