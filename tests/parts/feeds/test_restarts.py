@@ -153,6 +153,43 @@ async def test_numbers_come_to_the_disk_after_the_batch_that_they_count(start: S
         assert ids(batch) == ["q3", "q4", "q5"]
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_prompts_that_left_before_a_kill_are_in_one_list_of_one_batch(start: Start, is_full: bool) -> None:
+    engine = FakeEngine(weight_version="step-0", step_s=0.02, lengths={0: 400, 1: 400})
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http, on_stale="drop", max_staleness=0)
+        bad = {"prompts": [{"id": "bad", "prompt_token_ids": [5000]}]}
+        await http.post("/v1/feeds/a/prompts", json=bad)
+        await put(http, 0, 3)
+        await eventually(lambda: engine.num_running == 6)
+        fill_disk(app, is_full)
+        update(app, engine, "step-1")  # drops three
+        wait_for_disk()
+        fill_disk(app, False)
+        update(app, engine, "step-2")
+        await kill(app)
+    after = FakeEngine(weight_version="step-2")
+    for i in range(2):
+        async with http_of(app := start(after)) as http:
+            batch = await take(http, drain=True, idempotency_key=f"k{i}")
+            left = (batch["dropped"], [each["prompt_id"] for each in batch["failed"]], batch["num_waiting"], ids(batch))
+            assert left == (([], [], 0, []) if i else (["q0", "q1", "q2"], ["bad"], 0, []))
+            assert i or "out of vocabulary" in batch["failed"][0]["reason"]
+            await kill(app)
+
+
+async def test_a_feed_of_before_names_were_kept_is_read(start: Start, tmp_path: Path) -> None:
+    async with http_of(app := start(FakeEngine(weight_version="step-0"))) as http:
+        await make(http)
+        await put(http, 0, 3)
+        await kill(app)
+    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
+        disk.execute("UPDATE feeds SET state = json_remove(state, '$.since')")
+    async with http_of(start(FakeEngine(weight_version="step-0"))) as http:
+        assert ids(await take(http)) == ["q0", "q1", "q2"]
+
+
 def test_a_file_that_is_no_database_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "feeds.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(RuntimeError, match="cannot be used for feeds"):
