@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from tests.kernel.http.conftest import http_of, make_app
+from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import ids, look, make, put, take, update
 from tests.support.waiting import WAIT_S, eventually
+from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.parts.feeds.http import kept
@@ -188,6 +190,65 @@ async def test_a_feed_of_before_names_were_kept_is_read(start: Start, tmp_path: 
         disk.execute("UPDATE feeds SET state = json_remove(state, '$.since')")
     async with http_of(start(FakeEngine(weight_version="step-0"))) as http:
         assert ids(await take(http)) == ["q0", "q1", "q2"]
+
+
+async def test_a_feed_that_could_not_be_deleted_is_as_it_was(start: Start) -> None:
+    app = start(FakeEngine())
+    async with http_of(app) as http:
+        await make(http)
+        await put(http, 0, 6)
+        await complete(app, 6)
+        before = await look(http)
+        wait_for_disk()
+        fill_disk(app)
+        assert (await http.delete("/v1/feeds/a")).status_code == 507
+        assert await look(http) == before
+        fill_disk(app, False)
+        assert len(ids(await take(http))) == 3
+        assert (await http.delete("/v1/feeds/a")).status_code == 204
+        await make(http)
+        assert (await look(http))["num_complete"] == 0
+
+
+def test_a_feed_takes_the_place_of_what_is_left_of_another(tmp_path: Path) -> None:
+    store = FeedStore(tmp_path / "feeds.sqlite")
+    store.create("a", 0, "model", {}, {})
+    store.put("a", "key", [(0, "{}")])
+    store.create("a", 1, "model", {}, {})
+    (feed,) = store.load()
+    assert (feed.created, [*feed.prompts], [*feed.puts]) == (1, [], [])
+
+
+async def test_nothing_is_written_of_a_feed_that_is_being_deleted(start: Start, tmp_path: Path) -> None:
+    app = start(FakeEngine())
+    async with http_of(app) as http:
+        await make(http)
+        await put(http, 0, 3)
+        await complete(app, 3)
+        wait_for_disk()
+        fill_disk(app)
+        await take(http, 507)
+        fill_disk(app, False)
+        store, kept = app.state.feed_service._store, app.state.feed_service.live[0].kept
+        store.delete("a")
+        kept.left([], {})
+        wait_for_disk()
+    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
+        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 4
+
+
+def test_the_end_of_a_block_warns_of_a_feed_that_it_could_not_delete(start: Start) -> None:
+    app = start(FakeEngine())
+    with serving(app) as url, RolloutClient(url) as client:
+        with pytest.warns(UserWarning, match="feed 'a' is there still.*507"), client.feed(2, 3, id="a") as feed:
+            fill_disk(app)
+        with pytest.raises(KeyError), warnings.catch_warnings(action="error"), feed:
+            raise KeyError
+        fill_disk(app, False)
+        with feed:
+            assert feed.refresh().num_batches == 0
+        with pytest.raises(RolloutError, match="404"):
+            feed.refresh()
 
 
 def test_a_file_that_is_no_database_ends_the_start(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import suppress
+from http import HTTPStatus
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
@@ -91,8 +92,12 @@ class AsyncFeed(FeedMethods):
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        with suppress(RolloutError):  # deleted before, or the server is gone
+        try:
             await self.delete()
+        except RolloutError as error:
+            is_gone = error.status in (None, HTTPStatus.NOT_FOUND)  # deleted before, or with its server
+            if not is_gone and not any(exception):
+                warnings.warn(f"feed {self.id!r} is there still. Call delete() again: {error}", stacklevel=2)
 
 
 class Feed(Blocked):

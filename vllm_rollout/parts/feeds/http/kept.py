@@ -37,10 +37,13 @@ class Kept:
             await _written(partial(self.store.create, self._name, created, model, settings, state))
 
     async def deleted(self) -> None:
-        """Delete the feed. Nothing of it is written from now on, because another feed may take its name."""
-        store, self.store = self.store, None
-        if store is not None:
-            await _written(partial(store.delete, self._name))
+        """Delete the feed. Nothing of it is written after that, because another feed may take its name.
+
+        Raises: RequestError (507): it is as it was.
+        """
+        if self.store is not None:
+            await _written(partial(self.store.delete, self._name))
+            self.store = None
 
     async def put(self, key: str | None, prompts: Iterable[tuple[int, str]]) -> None:
         """Write prompts, each with its turn. They are made where they are written."""

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
+from vllm_rollout.background import to_its_end
 from vllm_rollout.kernel.http.clients import client_namespace, id_of, owned_name
 from vllm_rollout.kernel.http.engine import Engine, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -72,6 +73,8 @@ class FeedService:
         self._metrics = metrics.of(FeedMetrics)
         self._feeds: dict[str, Batches] = {}
         """Feeds by their clients' names for them."""
+        self._naming = asyncio.Lock()
+        """Held while a name is given or becomes free."""
         self._store = store
         for stored in () if store is None else store.load():
             self._take_up(stored)
@@ -90,18 +93,19 @@ class FeedService:
             if request.sessions is not None:
                 of_sessions.check_room(self._sessions(), request)
             version = await self._engine.current_weight_version()
-            if name not in self._feeds:  # another request may have been faster
-                self._check_num_feeds()
-                feed = self._feed(name, request, check.model, version)
-                self._feeds[name] = Batches(feed)
-                self._share()
-                try:
-                    await feed.kept.created(feed.created, feed.model, _as_json(request), feed.state)
-                except RequestError:
-                    del self._feeds[name]
+            async with self._naming:
+                if name not in self._feeds:  # another request may have been faster
+                    self._check_num_feeds()
+                    feed = self._feed(name, request, check.model, version)
+                    self._feeds[name] = Batches(feed)
                     self._share()
-                    raise
-                return feed_answer(feed), True
+                    try:
+                        await feed.kept.created(feed.created, feed.model, _as_json(request), feed.state)
+                    except RequestError:
+                        del self._feeds[name]
+                        self._share()
+                        raise
+                    return feed_answer(feed), True
         feed = self._feeds[name].feed
         _check_same(feed, request)
         return feed_answer(feed), False
@@ -113,14 +117,8 @@ class FeedService:
         return feed_answer(found.feed)
 
     async def delete(self, id: str) -> None:
-        """Delete a feed, and stop its groups. Raises: RequestError (404)."""
-        found = self._find(id)
-        del self._feeds[_name(id)]
-        self._share()
-        try:
-            await found.feed.kept.deleted()
-        finally:
-            await found.feed.close()
+        """Delete a feed, and stop its groups. Raises: RequestError, 404, 507 if the feed is as it was."""
+        await to_its_end(self._delete(id), "the deletion of a feed", refusals=(RequestError,))
 
     async def put(self, id: str, request: PutRequest) -> FeedAnswer:
         """Add prompts. Raises: RequestError, 507 if too many wait."""
@@ -142,15 +140,15 @@ class FeedService:
     async def take(self, id: str, request: BatchRequest) -> list[bytes]:
         """Wait for a batch, and take it. Returns a FeedBatch as JSON, in parts.
 
-        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch.
+        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch, 507 that names the key.
         """
         found, began = self._find(id), time.monotonic()
         key = request.idempotency_key or f"batch-{uuid.uuid4().hex}"
         if (kept := found.kept(key)) is not None:
-            await found.feed.kept.written(found.feed.state)
+            await _written(found, key)
             return kept
         async with _in_turn(found, request.timeout_s):
-            await found.feed.kept.written(found.feed.state)
+            await _written(found, key)
             await self._look()
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
                 left_s = began + request.timeout_s - time.monotonic()
@@ -159,7 +157,7 @@ class FeedService:
                 await found.feed.changed(min(left_s, LOOK_S))
                 await self._look()
                 self._check_there(id, found)
-            await found.feed.kept.written(found.feed.state)
+            await _written(found, key)
         self._metrics.waited(time.monotonic() - began)
         return answer
 
@@ -179,6 +177,19 @@ class FeedService:
         """The engine has weights of this name."""
         for found in self._feeds.values():
             found.feed.weights_named(version)
+
+    async def _delete(self, id: str) -> None:
+        async with self._naming:
+            found = self._find(id)
+            del self._feeds[_name(id)]
+            try:
+                await found.feed.kept.deleted()
+            except RequestError:
+                self._feeds[_name(id)] = found
+                raise
+            finally:
+                self._share()
+        await found.feed.close()
 
     async def _look(self) -> None:
         self.weights_named(await self._engine.current_weight_version())
@@ -253,6 +264,14 @@ async def _in_turn(found: Batches, timeout_s: float) -> AsyncIterator[None]:
         yield
     finally:
         found.turn.release()
+
+
+async def _written(found: Batches, key: str) -> None:
+    """Write the newest batch. Raises: RequestError (507) that names the key of the request for a batch."""
+    try:
+        await found.feed.kept.written(found.feed.state)
+    except RequestError as error:
+        raise RequestError(f"{error} Its idempotency_key is {key!r}.", status=error.status) from error
 
 
 def _as_json(request: FeedRequest) -> dict[str, Any]:

@@ -110,15 +110,15 @@ class FeedStore:
     def create(
         self, name: str, created: int, model: str, settings: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
+        """Add a feed, in place of one of this name whose deletion failed."""
         row = (name, created, model, json.dumps(settings), json.dumps(state))
         with self._transaction() as run:
+            _delete(run, name)
             run("INSERT INTO feeds VALUES (?, ?, ?, ?, ?)", row)
 
     def delete(self, name: str) -> None:
         with self._transaction() as run:
-            for table in TABLES:
-                run(f"DELETE FROM {table} WHERE feed = ?", (name,))
-            run("DELETE FROM feeds WHERE name = ?", (name,))
+            _delete(run, name)
 
     def put(self, name: str, key: str | None, prompts: Iterable[tuple[int, str]]) -> None:
         """Add prompts, each with its turn."""
@@ -151,12 +151,12 @@ class FeedStore:
 
     def left(self, name: str, turns: Iterable[int], state: Mapping[str, Any], batch: BatchToKeep | None) -> None:
         """Forget prompts whose groups are in no batch, and keep the feed's numbers. `batch`: one that they count. It
-        may be written twice."""
+        may be written twice. Nothing is written of a feed that was deleted."""
         with self._transaction() as run:
             for turn in (*turns, *(() if batch is None else batch.turns)):
                 run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
-            run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name))
-            if batch is not None:
+            is_there = run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name)).rowcount
+            if batch is not None and is_there:
                 number, body = batch.number, zlib.compress(batch.body, 1)
                 run("REPLACE INTO keys VALUES (?, 'batch', ?, ?)", (name, batch.key, number))
                 run("REPLACE INTO answers VALUES (?, ?, ?, ?)", (name, number, batch.key, body))
@@ -196,6 +196,12 @@ class FeedStore:
         except sqlite3.Error as error:
             raise RequestError(
                 f"the feeds' database {self._path} cannot be written: {error}. Free space, or look at its disk. Then "
-                "repeat the request with its idempotency_key.",
+                "repeat the request.",
                 status=HTTPStatus.INSUFFICIENT_STORAGE,
             ) from error
+
+
+def _delete(run: Any, name: str) -> None:
+    for table in TABLES:
+        run(f"DELETE FROM {table} WHERE feed = ?", (name,))
+    run("DELETE FROM feeds WHERE name = ?", (name,))
