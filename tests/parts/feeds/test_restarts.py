@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import ids, look, make, put, take, update
-from tests.support.waiting import WAIT_S, eventually
+from tests.support.waiting import WAIT_S, eventually, wait_until
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -249,6 +249,36 @@ def test_the_end_of_a_block_warns_of_a_feed_that_it_could_not_delete(start: Star
             assert feed.refresh().num_batches == 0
         with pytest.raises(RolloutError, match="404"):
             feed.refresh()
+
+
+def test_a_batch_that_met_a_full_disk_comes_from_the_next_call(start: Start) -> None:
+    app = start(FakeEngine())
+    with serving(app) as url, RolloutClient(url) as client, client.feed(2, 3) as feed:
+        feed.put(map(str, range(6)))
+        wait_until(lambda: feed.refresh().num_complete == 6)
+        wait_for_disk()
+        fill_disk(app)
+        for _ in range(2):
+            with pytest.raises(RolloutError, match="Its idempotency_key is 'batch-") as full:
+                feed.batch()
+            assert full.value.status == 507
+        fill_disk(app, False)
+        seen = [group.prompt_id for batch in feed for group in batch.groups]
+        assert sorted(seen) == [str(i) for i in range(6)]
+
+
+async def test_a_batch_that_a_request_without_a_key_took_comes_by_the_key_of_its_error(start: Start) -> None:
+    app = start(FakeEngine())
+    async with http_of(app) as http:
+        await make(http)
+        await put(http, 0, 3)
+        await complete(app, 3)
+        wait_for_disk()
+        fill_disk(app)
+        error = await take(http, 507)
+        fill_disk(app, False)
+        _, key, _ = error["message"].rsplit("'", 2)
+        assert ids(await take(http, idempotency_key=key)) == ["q0", "q1", "q2"]
 
 
 def test_a_file_that_is_no_database_ends_the_start(tmp_path: Path) -> None:
