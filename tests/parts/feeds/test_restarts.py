@@ -112,7 +112,7 @@ async def test_a_deleted_feed_leaves_nothing(start: Start, tmp_path: Path) -> No
         await take(http)
         assert (await http.delete("/v1/feeds/a")).status_code == 204
     database = sqlite3.connect(tmp_path / "feeds.sqlite")
-    for table in ("feeds", "prompts", "keys", "answers"):
+    for table in ("feeds", *TABLES):
         assert database.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,), table
 
 
@@ -181,15 +181,29 @@ async def test_prompts_that_left_before_a_kill_are_in_one_list_of_one_batch(star
             await kill(app)
 
 
-async def test_a_feed_of_before_names_were_kept_is_read(start: Start, tmp_path: Path) -> None:
+async def test_a_feed_of_before_names_and_digests_were_kept_is_read(start: Start, tmp_path: Path) -> None:
     async with http_of(app := start(FakeEngine(weight_version="step-0"))) as http:
         await make(http)
-        await put(http, 0, 3)
+        await put(http, 0, 3, idempotency_key="p")
         await kill(app)
     with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
         disk.execute("UPDATE feeds SET state = json_remove(state, '$.since')")
+        disk.execute("DROP TABLE digests")
     async with http_of(start(FakeEngine(weight_version="step-0"))) as http:
+        assert (await put(http, 3, 3, idempotency_key="p"))["totals"]["num_put"] == 3
         assert ids(await take(http)) == ["q0", "q1", "q2"]
+
+
+async def test_the_key_of_other_prompts_is_refused_also_after_a_kill(start: Start) -> None:
+    for is_first in (True, False):
+        async with http_of(app := start(FakeEngine(weight_version="step-0"))) as http:
+            if is_first:
+                await make(http)
+            assert (await put(http, 0, 3, idempotency_key="epoch"))["totals"]["num_put"] == 3
+            error = (await put(http, 3, 3, 409, idempotency_key="epoch"))["error"]
+            assert error["param"] == "idempotency_key"
+            assert "'epoch' has put other prompts" in error["message"]
+            await kill(app)
 
 
 async def test_a_feed_that_could_not_be_deleted_is_as_it_was(start: Start) -> None:
@@ -213,7 +227,7 @@ async def test_a_feed_that_could_not_be_deleted_is_as_it_was(start: Start) -> No
 def test_a_feed_takes_the_place_of_what_is_left_of_another(tmp_path: Path) -> None:
     store = FeedStore(tmp_path / "feeds.sqlite")
     store.create("a", 0, "model", {}, {})
-    store.put("a", "key", [(0, "{}")])
+    store.put("a", "key", "digest", [(0, "{}")])
     store.create("a", 1, "model", {}, {})
     (feed,) = store.load()
     assert (feed.created, [*feed.prompts], [*feed.puts]) == (1, [], [])
@@ -234,7 +248,7 @@ async def test_nothing_is_written_of_a_feed_that_is_being_deleted(start: Start, 
         kept.left([], {})
         wait_for_disk()
     with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
-        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 4
+        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 5
 
 
 def test_the_end_of_a_block_warns_of_a_feed_that_it_could_not_delete(start: Start) -> None:
@@ -328,7 +342,7 @@ async def test_feeds_of_before_there_was_a_key_are_the_first_keys(start: Start, 
         await put(http, 8, 1)
         assert (await http.delete("/v1/feeds/a")).status_code == 204
     with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
-        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 4
+        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 5
 
 
 async def test_deferred_prompts_wait_again_after_a_kill(start: Start) -> None:

@@ -64,8 +64,8 @@ class Batches:
 
     def take_up(self, stored: StoredFeed) -> None:
         """Continue with the keys and answers on disk."""
-        for key in stored.puts:
-            self.puts.add(key)
+        for key, digest in stored.puts.items():
+            self.puts.add(key, digest)
         for key in stored.keys:
             self._used.add(key)
         for key, answer in stored.answers.items():

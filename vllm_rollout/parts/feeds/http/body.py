@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
@@ -134,6 +135,11 @@ class PutRequest(Body):
     idempotency_key: Key | None = Field(
         default=None, description="Your name for this request. If it is repeated, the prompts are put once."
     )
+
+    @property
+    def digest(self) -> str:
+        """A digest of the prompts."""
+        return hashlib.sha256(self.model_dump_json(include={"prompts"}, exclude_none=True).encode()).hexdigest()
 
 
 class BatchRequest(Body):

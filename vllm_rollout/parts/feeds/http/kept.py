@@ -45,10 +45,10 @@ class Kept:
             await _written(partial(self.store.delete, self._name))
             self.store = None
 
-    async def put(self, key: str | None, prompts: Iterable[tuple[int, str]]) -> None:
-        """Write prompts, each with its turn. They are made where they are written."""
+    async def put(self, key: str | None, digest: str | None, prompts: Iterable[tuple[int, str]]) -> None:
+        """Write prompts, each with its turn. They are made where they are written. `digest`: of all."""
         if self.store is not None:
-            await _written(partial(self.store.put, self._name, key, prompts))
+            await _written(partial(self.store.put, self._name, key, digest, prompts))
 
     def completed(self, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
         """Write a complete group soon. After a kill before that, it runs again."""

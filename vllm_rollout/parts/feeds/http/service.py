@@ -121,20 +121,23 @@ class FeedService:
         await to_its_end(self._delete(id), "the deletion of a feed", refusals=(RequestError,))
 
     async def put(self, id: str, request: PutRequest) -> FeedAnswer:
-        """Add prompts. Raises: RequestError, 507 if too many wait."""
+        """Add prompts. Raises: RequestError, 409 for the key of other prompts, 507 if too many wait."""
         found = self._find(id)
         await self._look()
         key = request.idempotency_key
         async with found.putting:
             self._check_there(id, found)
-            if key is None or key not in found.puts:
+            if key is not None and key in found.puts:
+                _check_repeat(key, request, found.puts[key])
+            else:
+                digest = None if key is None else request.digest
                 prompts = found.feed.checked(request.prompts)
                 self._check_room(prompts)
-                await found.feed.kept.put(key, ((each.turn, as_json(each.prompt)) for each in prompts))
+                await found.feed.kept.put(key, digest, ((each.turn, as_json(each.prompt)) for each in prompts))
                 self._check_there(id, found)
                 found.feed.put(prompts)
                 if key is not None:
-                    found.puts.add(key)
+                    found.puts.add(key, digest)
         return feed_answer(found.feed)
 
     async def take(self, id: str, request: BatchRequest) -> list[bytes]:
@@ -305,6 +308,17 @@ def _check_same(feed: LiveFeed, request: FeedRequest) -> None:
             "another id, or DELETE the feed.",
             status=HTTPStatus.CONFLICT,
             param=name,
+        )
+
+
+def _check_repeat(key: str, request: PutRequest, digest: str | None) -> None:
+    """Raises: RequestError (409) if the key was given to other prompts. `digest`: of those. None: it is not known."""
+    if digest not in (None, request.digest):
+        raise RequestError(
+            f"idempotency_key: {key!r} has put other prompts into this feed. Repeat them as they were, or take a new "
+            "key.",
+            status=HTTPStatus.CONFLICT,
+            param="idempotency_key",
         )
 
 

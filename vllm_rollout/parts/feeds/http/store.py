@@ -33,14 +33,17 @@ CREATE TABLE IF NOT EXISTS prompts (
 CREATE TABLE IF NOT EXISTS keys (
     feed TEXT NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (feed, kind, key)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS digests (
+    feed TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (feed, key)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS answers (
     feed TEXT NOT NULL, number INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (feed, number)
 );
 """
 # prompts has a row until the prompt's group is in a batch, or left the feed. born, fields and json are of complete
 # groups. born, fields and kept are of groups that were stopped, and go on after a restart. Another group that runs has
-# none of them, and runs again.
-TABLES = ("prompts", "keys", "answers")
+# none of them, and runs again. digests has the prompts of each key of a put. Files of before have no such table.
+TABLES = ("prompts", "keys", "digests", "answers")
 
 
 class StoredPrompt(NamedTuple):
@@ -66,8 +69,8 @@ class StoredFeed(NamedTuple):
     state: Mapping[str, Any]
     """Numbers of `LiveFeed.state`."""
     prompts: Sequence[StoredPrompt]
-    puts: Sequence[str]
-    """Keys of requests that have put prompts, oldest first."""
+    puts: Mapping[str, str | None]
+    """Digests of prompts by the key of the request that has put them, oldest first. None: it is not known."""
     keys: Sequence[str]
     """Keys of batches, oldest first."""
     answers: Mapping[str, bytes]
@@ -120,8 +123,8 @@ class FeedStore:
         with self._transaction() as run:
             _delete(run, name)
 
-    def put(self, name: str, key: str | None, prompts: Iterable[tuple[int, str]]) -> None:
-        """Add prompts, each with its turn."""
+    def put(self, name: str, key: str | None, digest: str | None, prompts: Iterable[tuple[int, str]]) -> None:
+        """Add prompts, each with its turn. `digest`: of all."""
         with self._transaction() as run:
             last = 0
             for turn, body in prompts:
@@ -129,6 +132,7 @@ class FeedStore:
                 last = turn
             if key is not None:
                 run("REPLACE INTO keys VALUES (?, 'put', ?, ?)", (name, key, last))
+                run("REPLACE INTO digests VALUES (?, ?, ?)", (name, key, digest))
 
     def completed(self, name: str, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
         values = (born, json.dumps(fields), zlib.compress(group, 1), name, turn)
@@ -177,13 +181,16 @@ class FeedStore:
             StoredPrompt(turn, body, born, json.loads(fields or "{}"), zlib.decompress(group) if group else b"", kept)
             for _, turn, body, born, fields, group, kept in rows("SELECT * FROM prompts WHERE feed = ? ORDER BY turn")
         ]
-        kinds = ("put", "batch")
-        keys = [rows(f"SELECT key FROM keys WHERE feed = ? AND kind = '{kind}' ORDER BY number") for kind in kinds]
-        puts, batches = [[key for (key,) in each] for each in keys]
+        puts = rows(
+            "SELECT key, digest FROM keys LEFT JOIN digests USING (feed, key) WHERE feed = ? AND kind = 'put' "
+            "ORDER BY number"
+        )
+        batches = rows("SELECT key FROM keys WHERE feed = ? AND kind = 'batch' ORDER BY number")
         kept = rows("SELECT key, body FROM answers WHERE feed = ? ORDER BY number")
         answers = {key: zlib.decompress(body) for key, body in kept}
+        keys = [key for (key,) in batches]
         return StoredFeed(
-            name, created, model, json.loads(settings), json.loads(state), prompts, puts, batches, answers
+            name, created, model, json.loads(settings), json.loads(state), prompts, dict(puts), keys, answers
         )
 
     @contextmanager
