@@ -17,6 +17,7 @@ from tests.parts.feeds.test_feeds import ids, look, make, put, take, update
 from tests.support.waiting import WAIT_S, eventually, wait_until
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
+from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.parts.feeds.http import kept
 from vllm_rollout.parts.feeds.http.service import FeedService
@@ -248,7 +249,7 @@ async def test_nothing_is_written_of_a_feed_that_is_being_deleted(start: Start, 
         kept.left([], {})
         wait_for_disk()
     with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
-        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 5
+        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 6
 
 
 def test_the_end_of_a_block_warns_of_a_feed_that_it_could_not_delete(start: Start) -> None:
@@ -293,6 +294,29 @@ async def test_a_batch_that_a_request_without_a_key_took_comes_by_the_key_of_its
         fill_disk(app, False)
         _, key, _ = error["message"].rsplit("'", 2)
         assert ids(await take(http, idempotency_key=key)) == ["q0", "q1", "q2"]
+
+
+async def test_a_batch_may_be_larger_than_what_the_database_takes_in_a_row(start: Start, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.store.MAX_BLOB", 500)
+    app = start(FakeEngine())
+    app.state.feed_service._store._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2000)
+    async with http_of(app) as http:
+        await make(http, batch=40)
+        await put(http, 0, 120)
+        batches = [await take(http, idempotency_key=f"k{i}") for i in range(2)]
+        assert (await take(http, idempotency_key="k1")) == batches[1]
+        await kill(app)
+    async with http_of(start(FakeEngine())) as http:
+        assert [await take(http, idempotency_key=f"k{i}") for i in range(2)] == batches
+        assert (await http.delete("/v1/feeds/a")).status_code == 204
+
+
+@pytest.mark.parametrize("error", [OverflowError("BLOB longer than INT_MAX bytes"), sqlite3.DataError("too big")])
+def test_a_value_that_the_database_does_not_take_is_no_fault_of_ours(tmp_path: Path, error: Exception) -> None:
+    store = FeedStore(tmp_path / "feeds.sqlite")
+    with pytest.raises(RequestError, match="cannot be written") as refused, store._transaction():
+        raise error
+    assert refused.value.status == 507
 
 
 def test_a_file_that_is_no_database_ends_the_start(tmp_path: Path) -> None:
@@ -342,7 +366,7 @@ async def test_feeds_of_before_there_was_a_key_are_the_first_keys(start: Start, 
         await put(http, 8, 1)
         assert (await http.delete("/v1/feeds/a")).status_code == 204
     with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
-        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 5
+        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 6
 
 
 async def test_deferred_prompts_wait_again_after_a_kill(start: Start) -> None:

@@ -39,11 +39,18 @@ CREATE TABLE IF NOT EXISTS digests (
 CREATE TABLE IF NOT EXISTS answers (
     feed TEXT NOT NULL, number INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (feed, number)
 );
+CREATE TABLE IF NOT EXISTS pieces (
+    feed TEXT NOT NULL, number INTEGER NOT NULL, piece INTEGER NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (feed, number, piece)
+);
 """
 # prompts has a row until the prompt's group is in a batch, or left the feed. born, fields and json are of complete
 # groups. born, fields and kept are of groups that were stopped, and go on after a restart. Another group that runs has
-# none of them, and runs again. digests has the prompts of each key of a put. Files of before have no such table.
-TABLES = ("prompts", "keys", "digests", "answers")
+# none of them, and runs again. digests has the prompts of each key of a put. pieces has what
+# an answer has beyond its first MAX_BLOB bytes. Files of before lack both tables.
+TABLES = ("prompts", "keys", "digests", "answers", "pieces")
+MAX_BLOB = 256 << 20
+"""Most bytes of an answer in one row. SQLite takes up to 1e9."""
 
 
 class StoredPrompt(NamedTuple):
@@ -161,10 +168,13 @@ class FeedStore:
                 run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
             is_there = run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name)).rowcount
             if batch is not None and is_there:
-                number, body = batch.number, zlib.compress(batch.body, 1)
+                number, body = batch.number, memoryview(zlib.compress(batch.body, 1))
                 run("REPLACE INTO keys VALUES (?, 'batch', ?, ?)", (name, batch.key, number))
-                run("REPLACE INTO answers VALUES (?, ?, ?, ?)", (name, number, batch.key, body))
-                run("DELETE FROM answers WHERE feed = ? AND number <= ?", (name, number - batch.num_kept))
+                run("REPLACE INTO answers VALUES (?, ?, ?, ?)", (name, number, batch.key, body[:MAX_BLOB]))
+                for at in range(MAX_BLOB, len(body), MAX_BLOB):
+                    run("REPLACE INTO pieces VALUES (?, ?, ?, ?)", (name, number, at, body[at : at + MAX_BLOB]))
+                for table in ("answers", "pieces"):
+                    run(f"DELETE FROM {table} WHERE feed = ? AND number <= ?", (name, number - batch.num_kept))
 
     def load(self) -> list[StoredFeed]:
         """All feeds. Raises: RuntimeError for a damaged file."""
@@ -174,8 +184,8 @@ class FeedStore:
             raise RuntimeError(f"{self._path} is damaged ({error}). Move it away, then start again.") from error
 
     def _feed(self, name: str, created: int, model: str, settings: str, state: str) -> StoredFeed:
-        def rows(query: str) -> list[Any]:
-            return self._database.execute(query, (name,)).fetchall()
+        def rows(query: str, *values: int) -> list[Any]:
+            return self._database.execute(query, (name, *values)).fetchall()
 
         prompts = [
             StoredPrompt(turn, body, born, json.loads(fields or "{}"), zlib.decompress(group) if group else b"", kept)
@@ -186,8 +196,10 @@ class FeedStore:
             "ORDER BY number"
         )
         batches = rows("SELECT key FROM keys WHERE feed = ? AND kind = 'batch' ORDER BY number")
-        kept = rows("SELECT key, body FROM answers WHERE feed = ? ORDER BY number")
-        answers = {key: zlib.decompress(body) for key, body in kept}
+        answers = {}
+        for number, key, body in rows("SELECT number, key, body FROM answers WHERE feed = ? ORDER BY number"):
+            more = rows("SELECT body FROM pieces WHERE feed = ? AND number = ? ORDER BY piece", number)
+            answers[key] = zlib.decompress(b"".join([body, *(piece for (piece,) in more)]))
         keys = [key for (key,) in batches]
         return StoredFeed(
             name, created, model, json.loads(settings), json.loads(state), prompts, dict(puts), keys, answers
@@ -200,7 +212,7 @@ class FeedStore:
             with self._database:
                 self._database.execute("BEGIN IMMEDIATE")
                 yield self._database.execute
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError) as error:  # OverflowError: of a value that is too large
             raise RequestError(
                 f"the feeds' database {self._path} cannot be written: {error}. Free space, or look at its disk. Then "
                 "repeat the request.",
