@@ -319,6 +319,32 @@ def test_a_value_that_the_database_does_not_take_is_no_fault_of_ours(tmp_path: P
     assert refused.value.status == 507
 
 
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("settings = json_set(settings, '$.on_update', 'stop')", 'on_update: "stop" needs the part rounds'),
+        ("state = json_remove(state, '$.version')", "KeyError('version')"),
+        ("state = json_set(state, '$.since.newer', 1)", "unexpected keyword argument 'newer'"),
+    ],
+)
+async def test_a_feed_that_cannot_be_read_names_the_file_and_the_remedy(
+    start: Start, tmp_path: Path, monkeypatch, damage: str, reason: str
+) -> None:
+    async with http_of(app := start(FakeEngine())) as http:
+        await make(http)
+        await kill(app)
+    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
+        disk.execute(f"UPDATE feeds SET {damage}")
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.body.face", lambda *names: None)
+    with pytest.raises(RuntimeError) as refused:
+        start(FakeEngine())
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / 'feeds.sqlite'}: feed 'a' cannot be read")
+    assert reason in message
+    assert message.endswith("If a part of the server is left out, start with it. Else move the file away.")
+    assert "pydantic" not in message
+
+
 def test_a_file_that_is_no_database_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "feeds.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(RuntimeError, match="cannot be used for feeds"):

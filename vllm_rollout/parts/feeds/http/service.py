@@ -9,7 +9,10 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from vllm_rollout.background import to_its_end
 from vllm_rollout.kernel.http.clients import client_namespace, id_of, owned_name
@@ -76,8 +79,9 @@ class FeedService:
         self._naming = asyncio.Lock()
         """Held while a name is given or becomes free."""
         self._store = store
-        for stored in () if store is None else store.load():
-            self._take_up(stored)
+        if store is not None:
+            for stored in store.load():
+                self._take_up(stored, store.path)
         self._share()
 
     async def create(self, request: FeedRequest) -> tuple[FeedAnswer, bool]:
@@ -229,7 +233,7 @@ class FeedService:
         runner: GroupRunner = of_sessions.SessionRunner(self._sessions, feed.id, feed.request, feed.admit)
         return runner
 
-    def _take_up(self, stored: StoredFeed) -> None:
+    def _take_up(self, stored: StoredFeed, path: Path) -> None:
         """Continue a feed from disk. Raises: RuntimeError."""
         try:
             request = FeedRequest.model_validate(stored.settings)
@@ -237,8 +241,11 @@ class FeedService:
             found = self._feeds[stored.name] = Batches(feed)
             found.take_up(stored)
             feed.take_up(stored, stored.name.rpartition("/")[0])
-        except (ValueError, KeyError) as error:
-            raise RuntimeError(f"feed {stored.name!r} cannot be read from disk ({error}).") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(
+                f"{path}: feed {id_of(stored.name)!r} cannot be read ({_why(error)}). If a part of the server is left "
+                "out, start with it. Else move the file away."
+            ) from error
 
     def _check_room(self, prompts: Iterable[WaitingPrompt]) -> None:
         waiting = sum(found.feed.queue.num_bytes for found in self._feeds.values())
@@ -293,6 +300,14 @@ def _unknown(id: str) -> RequestError:
         "/v1/feeds.",
         status=HTTPStatus.NOT_FOUND,
     )
+
+
+def _why(error: Exception) -> str:
+    """The error in one line."""
+    if not isinstance(error, ValidationError):
+        return repr(error)
+    problem = error.errors(include_url=False)[0]
+    return ": ".join([*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ").removesuffix(".")])
 
 
 def _rollout_request(request: FeedRequest) -> RolloutRequest:

@@ -106,7 +106,7 @@ class FeedStore:
 
         Raises: RuntimeError for a file that cannot be read or written.
         """
-        self._path = path
+        self.path = path
         try:
             self._database = open_database(path, FORMAT)
             self._database.executescript(SCHEMA)
@@ -181,7 +181,7 @@ class FeedStore:
         try:
             return [self._feed(*row) for row in self._database.execute("SELECT * FROM feeds").fetchall()]
         except (sqlite3.Error, ValueError, zlib.error) as error:
-            raise RuntimeError(f"{self._path} is damaged ({error}). Move it away, then start again.") from error
+            raise RuntimeError(f"{self.path} is damaged ({error}). Move it away, then start again.") from error
 
     def _feed(self, name: str, created: int, model: str, settings: str, state: str) -> StoredFeed:
         def rows(query: str, *values: int) -> list[Any]:
@@ -214,7 +214,7 @@ class FeedStore:
                 yield self._database.execute
         except (sqlite3.Error, OverflowError) as error:  # OverflowError: of a value that is too large
             raise RequestError(
-                f"the feeds' database {self._path} cannot be written: {error}. Free space, or look at its disk. Then "
+                f"the feeds' database {self.path} cannot be written: {error}. Free space, or look at its disk. Then "
                 "repeat the request.",
                 status=HTTPStatus.INSUFFICIENT_STORAGE,
             ) from error
