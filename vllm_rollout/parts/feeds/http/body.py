@@ -133,7 +133,9 @@ class PutRequest(Body):
         "An id may come again once its group was taken."
     )
     idempotency_key: Key | None = Field(
-        default=None, description="Your name for this request. If it is repeated, the prompts are put once."
+        default=None,
+        description="Your name for this request. If it is repeated, the prompts are put once. With other prompts it is "
+        "refused (409).",
     )
 
     @property
