@@ -51,10 +51,8 @@ class SinceBatch:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The events as JSON."""
-        failed = [each.model_dump() for each in self.failed]
-        lists = {name: [*getattr(self, name)] for name in ("dropped", "deferred", "filtered", "warnings")}
-        return {**lists, "failed": failed}
+        """The events so far."""
+        return {name: [*getattr(self, name)] for name in self.__slots__}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> SinceBatch:

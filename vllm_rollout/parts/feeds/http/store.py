@@ -121,7 +121,7 @@ class FeedStore:
         self, name: str, created: int, model: str, settings: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
         """Add a feed, in place of one of this name whose deletion failed."""
-        row = (name, created, model, json.dumps(settings), json.dumps(state))
+        row = (name, created, model, json.dumps(settings), _as_json(state))
         with self._transaction() as run:
             _delete(run, name)
             run("INSERT INTO feeds VALUES (?, ?, ?, ?, ?)", row)
@@ -166,7 +166,7 @@ class FeedStore:
         with self._transaction() as run:
             for turn in (*turns, *(() if batch is None else batch.turns)):
                 run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
-            is_there = run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name)).rowcount
+            is_there = run("UPDATE feeds SET state = ? WHERE name = ?", (_as_json(state), name)).rowcount
             if batch is not None and is_there:
                 number, body = batch.number, memoryview(zlib.compress(batch.body, 1))
                 run("REPLACE INTO keys VALUES (?, 'batch', ?, ?)", (name, batch.key, number))
@@ -224,3 +224,7 @@ def _delete(run: Any, name: str) -> None:
     for table in TABLES:
         run(f"DELETE FROM {table} WHERE feed = ?", (name,))
     run("DELETE FROM feeds WHERE name = ?", (name,))
+
+
+def _as_json(state: Mapping[str, Any]) -> str:
+    return json.dumps(state, default=vars)  # for FailedPrompt
