@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.parts.feeds.test_feeds import TERMS
@@ -47,6 +49,31 @@ def test_a_batch_is_asked_for_again_by_its_key(client: RolloutClient) -> None:
         feed.batch(timeout_s=0.05)
     assert late.value.status == 504
     feed.delete()
+
+
+async def test_a_key_is_used_again_until_its_batch_has_come(server_url: str) -> None:
+    async with AsyncRolloutClient(server_url) as client, client.feed(**FEED) as feed:
+        keys, errors, send = [], [], client.send
+
+        async def sent(call):
+            keys.append(call.body["idempotency_key"])
+            if errors:
+                raise errors.pop()
+            return await send(call)
+
+        client.send = sent
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(feed.batch(), 0.05)
+        with pytest.raises(RolloutError, match="504"):
+            await feed.batch(timeout_s=0.05)
+        assert [batch async for batch in feed] == []
+        assert (len(keys), len({*keys})) == (3, 1)
+        for status in (404, 409, 410):  # no batch comes by this key
+            errors.append(RolloutError(status, "", ""))
+            with pytest.raises(RolloutError, match=str(status)):
+                await feed.batch()
+        assert len({*keys}) == 4
+        client.send = send
 
 
 def test_a_single_prompt_is_refused(client: RolloutClient) -> None:

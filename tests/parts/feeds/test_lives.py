@@ -1,4 +1,4 @@
-"""Random lives of feeds on disk: prompts, batches, updates, clients that leave, kills, deletions, several epochs."""
+"""Random lives of feeds on disk: prompts, batches, updates, clients that leave, full disks, kills, deletions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.kernel.http.conftest import http_of
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import ids, make, prompts, take, update
-from tests.parts.feeds.test_restarts import Start, start  # noqa: F401
+from tests.parts.feeds.test_restarts import Start, fill_disk, start  # noqa: F401
 from tests.support.waiting import eventually
 from vllm_rollout.parts.feeds.http.body import BatchRequest
 
@@ -35,13 +35,13 @@ class Life:
     def boot(self, version: str | None = None) -> None:
         self.engine = FakeEngine(step_s=0.001, weight_version=version)
         self.app = self._begin(self.engine)
-        write, chance = self.service._store.take, self.chance
+        write, chance = self.service._store.left, self.chance
 
         def slow(*args: Any) -> None:
             time.sleep(chance.random() * 0.01)
             write(*args)
 
-        self.service._store.take = slow  # type: ignore[method-assign, union-attr]
+        self.service._store.left = slow  # type: ignore[method-assign, union-attr]
         self.http = http_of(self.app)
 
     @property
@@ -69,6 +69,11 @@ class Life:
     async def take(self) -> None:
         self.num_batches += 1
         body = {"idempotency_key": f"b{self.num_batches}", "drain": self.chance.random() < 0.5, "timeout_s": 0.05}
+        if self.chance.random() < 0.2:
+            fill_disk(self.app)
+            assert (await self.http.post("/v1/feeds/a/batches", json=body)).status_code in (504, 507)
+            fill_disk(self.app, False)
+            await self.chance.choice([self.update, self.kill])()
         if self.chance.random() < 0.5:
             leaving = asyncio.create_task(self.service.take("a", BatchRequest(**body)))
             await asyncio.sleep(self.chance.random() * 0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from tests.kernel.http.conftest import http_of, make_app
+from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import ids, look, make, put, take, update
-from tests.support.waiting import WAIT_S, eventually
+from tests.support.waiting import WAIT_S, eventually, wait_until
+from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
+from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.parts.feeds.http import kept
 from vllm_rollout.parts.feeds.http.service import FeedService
@@ -41,6 +44,18 @@ def start(tmp_path: Path) -> Start:
         return app
 
     return started
+
+
+async def kill(app: FastAPI) -> None:
+    """Let the server's feed write nothing more, and end."""
+    wait_for_disk()
+    (feed,) = app.state.feed_service.live
+    feed.kept.store = None
+    await feed.close()
+
+
+def fill_disk(app: FastAPI, is_full: bool = True) -> None:
+    app.state.feed_service._store._database.execute(f"PRAGMA query_only = {is_full:d}")
 
 
 async def complete(app: FastAPI, num: int) -> None:
@@ -98,7 +113,7 @@ async def test_a_deleted_feed_leaves_nothing(start: Start, tmp_path: Path) -> No
         await take(http)
         assert (await http.delete("/v1/feeds/a")).status_code == 204
     database = sqlite3.connect(tmp_path / "feeds.sqlite")
-    for table in ("feeds", "prompts", "keys", "answers"):
+    for table in ("feeds", *TABLES):
         assert database.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,), table
 
 
@@ -108,17 +123,226 @@ async def test_a_disk_that_is_full_refuses_prompts_and_loses_no_batch(start: Sta
         await make(http)
         await put(http, 0, 6)
         await complete(app, 6)
-        database = app.state.feed_service._store._database
-        database.execute("PRAGMA query_only = ON")
+        fill_disk(app)
         assert "cannot be written" in (await put(http, 6, 3, 507))["error"]["message"]
         assert (await http.post("/v1/feeds", json={"id": "b", "group_size": 2, "batch": 3})).status_code == 507
         assert (await http.get("/v1/feeds/a")).json()["max_complete_bytes"] == MAX_BYTES  # shared with no other feed
         await take(http, 507, idempotency_key="k0")
         await take(http, 507, idempotency_key="k0")
-        database.execute("PRAGMA query_only = OFF")
+        fill_disk(app, False)
         batch = await take(http, idempotency_key="k0")
         other = await take(http)
         assert sorted(ids(batch) + ids(other)) == [f"q{i}" for i in range(6)]
+
+
+async def test_numbers_come_to_the_disk_after_the_batch_that_they_count(start: Start) -> None:
+    engine = FakeEngine(weight_version="step-0")
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http, max_staleness=0)
+        await put(http, 0, 9)
+        await complete(app, 3)
+        wait_for_disk()
+        fill_disk(app)
+        await take(http, 507, idempotency_key="k0")
+        fill_disk(app, False)
+        update(app, engine, "step-1")
+        await kill(app)
+    async with http_of(app := start(FakeEngine(weight_version="step-1"))) as http:
+        batch = await take(http, idempotency_key="k0")
+        assert (batch["batch"], batch["version"], ids(batch)) == (0, 0, ["q0", "q1", "q2"])
+        batch = await take(http)
+        assert (batch["batch"], batch["version"], batch["max_staleness"]) == (1, 1, 0)
+        assert ids(batch) == ["q3", "q4", "q5"]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_prompts_that_left_before_a_kill_are_in_one_list_of_one_batch(start: Start, is_full: bool) -> None:
+    engine = FakeEngine(weight_version="step-0", step_s=0.02, lengths={0: 400, 1: 400})
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http, on_stale="drop", max_staleness=0)
+        bad = {"prompts": [{"id": "bad", "prompt_token_ids": [5000]}]}
+        await http.post("/v1/feeds/a/prompts", json=bad)
+        await put(http, 0, 3)
+        await eventually(lambda: engine.num_running == 6)
+        fill_disk(app, is_full)
+        update(app, engine, "step-1")  # drops three
+        wait_for_disk()
+        fill_disk(app, False)
+        update(app, engine, "step-2")
+        await kill(app)
+    after = FakeEngine(weight_version="step-2")
+    for i in range(2):
+        async with http_of(app := start(after)) as http:
+            batch = await take(http, drain=True, idempotency_key=f"k{i}")
+            left = (batch["dropped"], [each["prompt_id"] for each in batch["failed"]], batch["num_waiting"], ids(batch))
+            assert left == (([], [], 0, []) if i else (["q0", "q1", "q2"], ["bad"], 0, []))
+            assert i or "out of vocabulary" in batch["failed"][0]["reason"]
+            await kill(app)
+
+
+async def test_a_feed_of_before_names_and_digests_were_kept_is_read(start: Start, tmp_path: Path) -> None:
+    async with http_of(app := start(FakeEngine(weight_version="step-0"))) as http:
+        await make(http)
+        await put(http, 0, 3, idempotency_key="p")
+        await kill(app)
+    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
+        disk.execute("UPDATE feeds SET state = json_remove(state, '$.since')")
+        disk.execute("DROP TABLE digests")
+    async with http_of(start(FakeEngine(weight_version="step-0"))) as http:
+        assert (await put(http, 3, 3, idempotency_key="p"))["totals"]["num_put"] == 3
+        assert ids(await take(http)) == ["q0", "q1", "q2"]
+
+
+async def test_the_key_of_other_prompts_is_refused_also_after_a_kill(start: Start) -> None:
+    for is_first in (True, False):
+        async with http_of(app := start(FakeEngine(weight_version="step-0"))) as http:
+            if is_first:
+                await make(http)
+            assert (await put(http, 0, 3, idempotency_key="epoch"))["totals"]["num_put"] == 3
+            error = (await put(http, 3, 3, 409, idempotency_key="epoch"))["error"]
+            assert error["param"] == "idempotency_key"
+            assert "'epoch' has put other prompts" in error["message"]
+            await kill(app)
+
+
+async def test_a_feed_that_could_not_be_deleted_is_as_it_was(start: Start) -> None:
+    app = start(FakeEngine())
+    async with http_of(app) as http:
+        await make(http)
+        await put(http, 0, 6)
+        await complete(app, 6)
+        before = await look(http)
+        wait_for_disk()
+        fill_disk(app)
+        assert (await http.delete("/v1/feeds/a")).status_code == 507
+        assert await look(http) == before
+        fill_disk(app, False)
+        assert len(ids(await take(http))) == 3
+        assert (await http.delete("/v1/feeds/a")).status_code == 204
+        await make(http)
+        assert (await look(http))["num_complete"] == 0
+
+
+def test_a_feed_takes_the_place_of_what_is_left_of_another(tmp_path: Path) -> None:
+    store = FeedStore(tmp_path / "feeds.sqlite")
+    store.create("a", 0, "model", {}, {})
+    store.put("a", "key", "digest", [(0, "{}")])
+    store.create("a", 1, "model", {}, {})
+    (feed,) = store.load()
+    assert (feed.created, [*feed.prompts], [*feed.puts]) == (1, [], [])
+
+
+async def test_nothing_is_written_of_a_feed_that_is_being_deleted(start: Start, tmp_path: Path) -> None:
+    app = start(FakeEngine())
+    async with http_of(app) as http:
+        await make(http)
+        await put(http, 0, 3)
+        await complete(app, 3)
+        wait_for_disk()
+        fill_disk(app)
+        await take(http, 507)
+        fill_disk(app, False)
+        store, kept = app.state.feed_service._store, app.state.feed_service.live[0].kept
+        store.delete("a")
+        kept.left([], {})
+        wait_for_disk()
+    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
+        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 6
+
+
+def test_the_end_of_a_block_warns_of_a_feed_that_it_could_not_delete(start: Start) -> None:
+    app = start(FakeEngine())
+    with serving(app) as url, RolloutClient(url) as client:
+        with pytest.warns(UserWarning, match="feed 'a' is there still.*507"), client.feed(2, 3, id="a") as feed:
+            fill_disk(app)
+        with pytest.raises(KeyError), warnings.catch_warnings(action="error"), feed:
+            raise KeyError
+        fill_disk(app, False)
+        with feed:
+            assert feed.refresh().num_batches == 0
+        with pytest.raises(RolloutError, match="404"):
+            feed.refresh()
+
+
+def test_a_batch_that_met_a_full_disk_comes_from_the_next_call(start: Start) -> None:
+    app = start(FakeEngine())
+    with serving(app) as url, RolloutClient(url) as client, client.feed(2, 3) as feed:
+        feed.put(map(str, range(6)))
+        wait_until(lambda: feed.refresh().num_complete == 6)
+        wait_for_disk()
+        fill_disk(app)
+        for _ in range(2):
+            with pytest.raises(RolloutError, match="Its idempotency_key is 'batch-") as full:
+                feed.batch()
+            assert full.value.status == 507
+        fill_disk(app, False)
+        seen = [group.prompt_id for batch in feed for group in batch.groups]
+        assert sorted(seen) == [str(i) for i in range(6)]
+
+
+async def test_a_batch_that_a_request_without_a_key_took_comes_by_the_key_of_its_error(start: Start) -> None:
+    app = start(FakeEngine())
+    async with http_of(app) as http:
+        await make(http)
+        await put(http, 0, 3)
+        await complete(app, 3)
+        wait_for_disk()
+        fill_disk(app)
+        error = await take(http, 507)
+        fill_disk(app, False)
+        _, key, _ = error["message"].rsplit("'", 2)
+        assert ids(await take(http, idempotency_key=key)) == ["q0", "q1", "q2"]
+
+
+async def test_a_batch_may_be_larger_than_what_the_database_takes_in_a_row(start: Start, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.store.MAX_BLOB", 500)
+    app = start(FakeEngine())
+    app.state.feed_service._store._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2000)
+    async with http_of(app) as http:
+        await make(http, batch=40)
+        await put(http, 0, 120)
+        batches = [await take(http, idempotency_key=f"k{i}") for i in range(2)]
+        assert (await take(http, idempotency_key="k1")) == batches[1]
+        await kill(app)
+    async with http_of(start(FakeEngine())) as http:
+        assert [await take(http, idempotency_key=f"k{i}") for i in range(2)] == batches
+        assert (await http.delete("/v1/feeds/a")).status_code == 204
+
+
+@pytest.mark.parametrize("error", [OverflowError("BLOB longer than INT_MAX bytes"), sqlite3.DataError("too big")])
+def test_a_value_that_the_database_does_not_take_is_no_fault_of_ours(tmp_path: Path, error: Exception) -> None:
+    store = FeedStore(tmp_path / "feeds.sqlite")
+    with pytest.raises(RequestError, match="cannot be written") as refused, store._transaction():
+        raise error
+    assert refused.value.status == 507
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("settings = json_set(settings, '$.on_update', 'stop')", 'on_update: "stop" needs the part rounds'),
+        ("state = json_remove(state, '$.version')", "KeyError('version')"),
+        ("state = json_set(state, '$.since.newer', 1)", "unexpected keyword argument 'newer'"),
+    ],
+)
+async def test_a_feed_that_cannot_be_read_names_the_file_and_the_remedy(
+    start: Start, tmp_path: Path, monkeypatch, damage: str, reason: str
+) -> None:
+    async with http_of(app := start(FakeEngine())) as http:
+        await make(http)
+        await kill(app)
+    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
+        disk.execute(f"UPDATE feeds SET {damage}")
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.body.face", lambda *names: None)
+    with pytest.raises(RuntimeError) as refused:
+        start(FakeEngine())
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / 'feeds.sqlite'}: feed 'a' cannot be read")
+    assert reason in message
+    assert message.endswith("If a part of the server is left out, start with it. Else move the file away.")
+    assert "pydantic" not in message
 
 
 def test_a_file_that_is_no_database_ends_the_start(tmp_path: Path) -> None:
@@ -168,7 +392,7 @@ async def test_feeds_of_before_there_was_a_key_are_the_first_keys(start: Start, 
         await put(http, 8, 1)
         assert (await http.delete("/v1/feeds/a")).status_code == 204
     with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
-        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 4
+        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 6
 
 
 async def test_deferred_prompts_wait_again_after_a_kill(start: Start) -> None:

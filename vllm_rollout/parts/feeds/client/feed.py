@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
+from http import HTTPStatus
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +19,9 @@ from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.feeds.client import feed_calls
 from vllm_rollout.parts.feeds.http.answers import FeedAnswer, FeedBatch
 from vllm_rollout.parts.feeds.http.body import DEFAULT_TIMEOUT_S
+
+FORGOTTEN = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GONE)
+"""Statuses after which no batch comes by a key."""
 
 if TYPE_CHECKING:
     from vllm_rollout import FeedMethods
@@ -33,6 +38,8 @@ class AsyncFeed(FeedMethods):
         self.id = answer.id
         self.info = answer
         """The feed as last read from the server."""
+        self._keys: list[str] = []
+        """Keys of batches that were asked for and did not come."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, version={self.info.version})"
@@ -57,12 +64,16 @@ class AsyncFeed(FeedMethods):
         """Wait for a batch, and take it.
 
         drain: if no prompt waits and nothing runs, return the groups there are, perhaps none.
-        key: your name for the batch. A second call with the same key gives the same batch. None: a new key.
+        key: your name for the batch. A second call with the same key gives the same batch. None: a new key, or that
+        of a call that raised: the server may have taken its batch.
         timeout_s: seconds to wait for the batch.
 
         Raises: RolloutError, 504 if there is no batch in time. Its message says what the batch waits for.
         """
-        call = feed_calls.batch(self.id, key or feed_calls.new_key("batch"), drain=drain, timeout_s=timeout_s)
+        if not key:
+            with self._key() as key:
+                return await self.batch(drain=drain, key=key, timeout_s=timeout_s)
+        call = feed_calls.batch(self.id, key, drain=drain, timeout_s=timeout_s)
         until = time.monotonic() + timeout_s
         while True:
             try:
@@ -71,6 +82,17 @@ class AsyncFeed(FeedMethods):
                 if error.status is not None or time.monotonic() >= until:
                     raise
                 await self._client._sleep(POLL_INTERVAL_S)
+
+    @contextmanager
+    def _key(self) -> Iterator[str]:
+        """The key of a batch. It is used again if the batch does not come."""
+        key = self._keys.pop(0) if self._keys else feed_calls.new_key("batch")
+        try:
+            yield key
+        except BaseException as error:
+            if getattr(error, "status", None) not in FORGOTTEN:
+                self._keys.append(key)
+            raise
 
     async def batches(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> AsyncGenerator[FeedBatch, None]:
         """Yield batches until every prompt that was put has come back. The last batch may be smaller.
@@ -83,6 +105,7 @@ class AsyncFeed(FeedMethods):
     async def delete(self) -> None:
         """Delete the feed, and stop its groups. Raises: RolloutError (404)."""
         await self._client.send(feed_calls.delete_feed(self.id))
+        self._keys.clear()
 
     def __aiter__(self) -> AsyncIterator[FeedBatch]:
         return self.batches()
@@ -91,8 +114,12 @@ class AsyncFeed(FeedMethods):
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        with suppress(RolloutError):  # deleted before, or the server is gone
+        try:
             await self.delete()
+        except RolloutError as error:
+            is_gone = error.status in (None, HTTPStatus.NOT_FOUND)  # deleted before, or with its server
+            if not is_gone and not any(exception):
+                warnings.warn(f"feed {self.id!r} is there still. Call delete() again: {error}", stacklevel=2)
 
 
 class Feed(Blocked):

@@ -20,7 +20,7 @@ from vllm_rollout.parts.feeds.http.answers import (
 from vllm_rollout.parts.feeds.http.born import BornFields
 from vllm_rollout.parts.feeds.http.live import LiveFeed
 from vllm_rollout.parts.feeds.http.running import AdmittedGroup
-from vllm_rollout.parts.feeds.http.store import StoredFeed
+from vllm_rollout.parts.feeds.http.store import BatchToKeep, StoredFeed
 from vllm_rollout.parts.feeds.rules.bias import Share, share_of
 from vllm_rollout.parts.feeds.rules.feed import Newest, TakenGroup
 
@@ -59,13 +59,13 @@ class Batches:
         answer = _batch(self.feed, taken, key, waited_s)
         self._keep(key, answer)
         turns = [group.turn for _, group in taken]
-        self.feed.kept.take(turns, self.feed.num_batches - 1, key, b"".join(answer), NUM_KEPT)
+        self.feed.kept.take(BatchToKeep(turns, self.feed.num_batches - 1, key, b"".join(answer), NUM_KEPT))
         return answer
 
     def take_up(self, stored: StoredFeed) -> None:
         """Continue with the keys and answers on disk."""
-        for key in stored.puts:
-            self.puts.add(key)
+        for key, digest in stored.puts.items():
+            self.puts.add(key, digest)
         for key in stored.keys:
             self._used.add(key)
         for key, answer in stored.answers.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
@@ -132,8 +133,15 @@ class PutRequest(Body):
         "An id may come again once its group was taken."
     )
     idempotency_key: Key | None = Field(
-        default=None, description="Your name for this request. If it is repeated, the prompts are put once."
+        default=None,
+        description="Your name for this request. If it is repeated, the prompts are put once. With other prompts it is "
+        "refused (409).",
     )
+
+    @property
+    def digest(self) -> str:
+        """A digest of the prompts."""
+        return hashlib.sha256(self.model_dump_json(include={"prompts"}, exclude_none=True).encode()).hexdigest()
 
 
 class BatchRequest(Body):

@@ -1,4 +1,7 @@
-"""Writes of one feed to disk, one after the other. Invariant: a batch is on disk before it is sent."""
+"""Writes of one feed to disk, one after the other.
+
+Invariant: a batch is on disk before it is sent, and before numbers that count it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from vllm_rollout.background import heard, spawn
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.parts.feeds.http.running import KeptOutput
-from vllm_rollout.parts.feeds.http.store import FeedStore
+from vllm_rollout.parts.feeds.http.store import BatchToKeep, FeedStore
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-feeds")
 """A single thread, so that transactions come one after the other."""
@@ -22,23 +25,30 @@ class Kept:
 
     def __init__(self, store: FeedStore | None, name: str) -> None:
         self.store, self._name = store, name
-        self._batch: Callable[[Mapping[str, Any]], None] | None = None
-        """The write of a batch that is not on disk yet."""
+        self._batch: BatchToKeep | None = None
+        """A batch that is perhaps not on disk yet."""
+        self._gone: list[int] = []
+        """Prompts that left, and are on disk still. Only the thread has it."""
+        self._newest: Mapping[str, Any] = {}
+        """The newest numbers that are to be written soon."""
 
     async def created(self, created: int, model: str, settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         if self.store is not None:
             await _written(partial(self.store.create, self._name, created, model, settings, state))
 
     async def deleted(self) -> None:
-        """Delete the feed. Nothing of it is written from now on, because another feed may take its name."""
-        store, self.store = self.store, None
-        if store is not None:
-            await _written(partial(store.delete, self._name))
+        """Delete the feed. Nothing of it is written after that, because another feed may take its name.
 
-    async def put(self, key: str | None, prompts: Iterable[tuple[int, str]]) -> None:
-        """Write prompts, each with its turn. They are made where they are written."""
+        Raises: RequestError (507): it is as it was.
+        """
         if self.store is not None:
-            await _written(partial(self.store.put, self._name, key, prompts))
+            await _written(partial(self.store.delete, self._name))
+            self.store = None
+
+    async def put(self, key: str | None, digest: str | None, prompts: Iterable[tuple[int, str]]) -> None:
+        """Write prompts, each with its turn. They are made where they are written. `digest`: of all."""
+        if self.store is not None:
+            await _written(partial(self.store.put, self._name, key, digest, prompts))
 
     def completed(self, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
         """Write a complete group soon. After a kill before that, it runs again."""
@@ -59,19 +69,41 @@ class Kept:
     def left(self, turns: list[int], state: Mapping[str, Any]) -> None:
         """Forget prompts soon, and keep the feed's numbers."""
         if self.store is not None:
-            self._later(partial(self.store.left, self._name, turns, state))
+            self._newest = state
+            self._later(partial(self._write, self.store, turns, state, self._batch, may_skip=True))
 
-    def take(self, turns: list[int], number: int, key: str, body: bytes, num_kept: int) -> None:
-        """Note a batch, which `written` writes."""
+    def take(self, batch: BatchToKeep) -> None:
+        """Note a batch, which `written` writes, or `left` before that."""
         if self.store is not None:
-            self._batch = partial(self.store.take, self._name, turns, number, key, body, num_kept)
+            self._batch = batch
 
     async def written(self, state: Mapping[str, Any]) -> None:
         """Write the newest batch if it is not on disk. `state`: the feed's numbers. Raises: RequestError (507)."""
-        if (write := self._batch) is not None:
-            await _written(partial(write, state))
-            if self._batch is write:
+        if self.store is not None and (batch := self._batch) is not None:
+            await _written(partial(self._write, self.store, [], state, batch))
+            if self._batch is batch:
                 self._batch = None
+
+    def _write(
+        self,
+        store: FeedStore,
+        turns: list[int],
+        state: Mapping[str, Any],
+        batch: BatchToKeep | None,
+        *,
+        may_skip: bool = False,
+    ) -> None:
+        """Write numbers together with the batch and the prompts that they count. Runs on the thread. `may_skip`: newer
+        numbers may be written in place of these."""
+        self._gone += turns
+        if may_skip and state is not self._newest:
+            return
+        if batch is not None and batch.is_written:
+            batch = None
+        store.left(self._name, self._gone, state, batch)
+        self._gone.clear()
+        if batch is not None:
+            batch.is_written = True
 
     def _later(self, write: Callable[[], None]) -> None:
         spawn(_heard(_submitted(write)), "a feed on disk")

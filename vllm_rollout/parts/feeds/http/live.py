@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, replace
@@ -48,6 +48,17 @@ class SinceBatch:
     filtered: list[str] = field(default_factory=list)
     failed: list[FailedPrompt] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The events so far."""
+        return {name: [*getattr(self, name)] for name in self.__slots__}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> SinceBatch:
+        """Raises: TypeError, ValueError."""
+        failed = [FailedPrompt.model_validate(each) for each in state.get("failed", [])]
+        return cls(**{**state, "failed": failed})
 
 
 class LiveFeed:
@@ -98,13 +109,14 @@ class LiveFeed:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Numbers that a restart needs."""
+        """Numbers and names that a restart needs."""
         return {
             "version": self.rule.version,
             "weight_version": self.versions.name,
             "num_used": self.rule.num_used,
             "num_put": self.queue.num_put,
             "num_batches": self.num_batches,
+            "since": self.since.state,
         }
 
     def take_up(self, stored: StoredFeed, namespace: str) -> None:
@@ -115,6 +127,7 @@ class LiveFeed:
         last = stored.prompts[-1].turn if stored.prompts else -1  # prompts are written without the numbers
         self.queue.num_put, self.num_batches = max(state["num_put"], last + 1), state["num_batches"]
         rule.version, rule.num_used = state["version"], state["num_used"]
+        self.since = SinceBatch.of_state(state.get("since", {}))  # older files have none
         self.is_held = True
         for turn, body, born, fields, group, packed in stored.prompts:
             prompt = Prompt.model_validate_json(body)
@@ -143,9 +156,8 @@ class LiveFeed:
         was_held = self.is_held
         self.is_held = was_held and name is None and before is not None
         if self.versions.is_new(name):
-            for number in self.rule.updated():
-                self._drop(number)
-            self.kept.left([], self.state)
+            dropped = [self._drop(number) for number in self.rule.updated()]
+            self.kept.left([] if self.request.on_stale == "defer" else dropped, self.state)
             if self.request.on_update == "stop":
                 self._stop_running()
             if self.request.on_update == "recompute":
@@ -335,8 +347,8 @@ class LiveFeed:
         self.rule.gave_up(number)
         self._over(fate, self.groups.pop(number))
 
-    def _drop(self, number: int) -> None:
-        """Stop a group that has become too old."""
+    def _drop(self, number: int) -> int:
+        """Stop a group that has become too old. Returns the turn of its prompt."""
         group = self.groups.pop(number)
         self.stopped.discard(number)
         if self.request.on_stale == "defer":
@@ -350,9 +362,10 @@ class LiveFeed:
         task = self._tasks.get(number)
         if task is None or task.done():
             self._over("dropped", group)
-            return
+            return group.turn
         task.add_done_callback(lambda _: self._dropped(group))
         task.cancel()
+        return group.turn
 
     def _dropped(self, group: AdmittedGroup) -> None:
         """Count a group that was stopped. Its last tokens are known by now."""
@@ -367,7 +380,7 @@ class LiveFeed:
             return
         self.meter.over(fate, group.size)
         self._metrics.over(fate)
-        if fate != "trained":
+        if fate not in ("trained", "dropped"):
             self.kept.left([group.turn], self.state)
 
     def _warn(self, warning: str) -> None:

@@ -61,7 +61,7 @@ async def get_feed(feed_id: str, request: Request) -> Response:
     summary="Delete a feed, and stop its groups",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
-    responses=ERRORS,
+    responses=ERRORS | errors_of(507),
 )
 async def delete_feed(feed_id: str, request: Request) -> Response:
     await _feeds(request).delete(feed_id)
@@ -83,7 +83,7 @@ async def put_prompts(feed_id: str, body: PutRequest, request: Request) -> Respo
     "/v1/feeds/{feed_id}/batches",
     summary="Take a batch",
     response_model=FeedBatch,
-    responses={**ERRORS, **errors_of(410), 504: {"model": ErrorAnswer, "description": NO_BATCH}},
+    responses={**ERRORS, **errors_of(410, 507), 504: {"model": ErrorAnswer, "description": NO_BATCH}},
 )
 async def take_batch(feed_id: str, body: BatchRequest, request: Request) -> Response:
     """Wait for a batch of complete groups, and take it. The oldest groups come first.

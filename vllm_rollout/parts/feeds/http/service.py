@@ -9,8 +9,12 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from vllm_rollout.background import to_its_end
 from vllm_rollout.kernel.http.clients import client_namespace, id_of, owned_name
 from vllm_rollout.kernel.http.engine import Engine, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -72,9 +76,12 @@ class FeedService:
         self._metrics = metrics.of(FeedMetrics)
         self._feeds: dict[str, Batches] = {}
         """Feeds by their clients' names for them."""
+        self._naming = asyncio.Lock()
+        """Held while a name is given or becomes free."""
         self._store = store
-        for stored in () if store is None else store.load():
-            self._take_up(stored)
+        if store is not None:
+            for stored in store.load():
+                self._take_up(stored, store.path)
         self._share()
 
     async def create(self, request: FeedRequest) -> tuple[FeedAnswer, bool]:
@@ -90,18 +97,19 @@ class FeedService:
             if request.sessions is not None:
                 of_sessions.check_room(self._sessions(), request)
             version = await self._engine.current_weight_version()
-            if name not in self._feeds:  # another request may have been faster
-                self._check_num_feeds()
-                feed = self._feed(name, request, check.model, version)
-                self._feeds[name] = Batches(feed)
-                self._share()
-                try:
-                    await feed.kept.created(feed.created, feed.model, _as_json(request), feed.state)
-                except RequestError:
-                    del self._feeds[name]
+            async with self._naming:
+                if name not in self._feeds:  # another request may have been faster
+                    self._check_num_feeds()
+                    feed = self._feed(name, request, check.model, version)
+                    self._feeds[name] = Batches(feed)
                     self._share()
-                    raise
-                return feed_answer(feed), True
+                    try:
+                        await feed.kept.created(feed.created, feed.model, _as_json(request), feed.state)
+                    except RequestError:
+                        del self._feeds[name]
+                        self._share()
+                        raise
+                    return feed_answer(feed), True
         feed = self._feeds[name].feed
         _check_same(feed, request)
         return feed_answer(feed), False
@@ -113,44 +121,41 @@ class FeedService:
         return feed_answer(found.feed)
 
     async def delete(self, id: str) -> None:
-        """Delete a feed, and stop its groups. Raises: RequestError (404)."""
-        found = self._find(id)
-        del self._feeds[_name(id)]
-        self._share()
-        try:
-            await found.feed.kept.deleted()
-        finally:
-            await found.feed.close()
+        """Delete a feed, and stop its groups. Raises: RequestError, 404, 507 if the feed is as it was."""
+        await to_its_end(self._delete(id), "the deletion of a feed", refusals=(RequestError,))
 
     async def put(self, id: str, request: PutRequest) -> FeedAnswer:
-        """Add prompts. Raises: RequestError, 507 if too many wait."""
+        """Add prompts. Raises: RequestError, 409 for the key of other prompts, 507 if too many wait."""
         found = self._find(id)
         await self._look()
         key = request.idempotency_key
         async with found.putting:
             self._check_there(id, found)
-            if key is None or key not in found.puts:
+            if key is not None and key in found.puts:
+                _check_repeat(key, request, found.puts[key])
+            else:
+                digest = None if key is None else request.digest
                 prompts = found.feed.checked(request.prompts)
                 self._check_room(prompts)
-                await found.feed.kept.put(key, ((each.turn, as_json(each.prompt)) for each in prompts))
+                await found.feed.kept.put(key, digest, ((each.turn, as_json(each.prompt)) for each in prompts))
                 self._check_there(id, found)
                 found.feed.put(prompts)
                 if key is not None:
-                    found.puts.add(key)
+                    found.puts.add(key, digest)
         return feed_answer(found.feed)
 
     async def take(self, id: str, request: BatchRequest) -> list[bytes]:
         """Wait for a batch, and take it. Returns a FeedBatch as JSON, in parts.
 
-        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch.
+        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch, 507 that names the key.
         """
         found, began = self._find(id), time.monotonic()
         key = request.idempotency_key or f"batch-{uuid.uuid4().hex}"
         if (kept := found.kept(key)) is not None:
-            await found.feed.kept.written(found.feed.state)
+            await _written(found, key)
             return kept
         async with _in_turn(found, request.timeout_s):
-            await found.feed.kept.written(found.feed.state)
+            await _written(found, key)
             await self._look()
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
                 left_s = began + request.timeout_s - time.monotonic()
@@ -159,7 +164,7 @@ class FeedService:
                 await found.feed.changed(min(left_s, LOOK_S))
                 await self._look()
                 self._check_there(id, found)
-            await found.feed.kept.written(found.feed.state)
+            await _written(found, key)
         self._metrics.waited(time.monotonic() - began)
         return answer
 
@@ -179,6 +184,19 @@ class FeedService:
         """The engine has weights of this name."""
         for found in self._feeds.values():
             found.feed.weights_named(version)
+
+    async def _delete(self, id: str) -> None:
+        async with self._naming:
+            found = self._find(id)
+            del self._feeds[_name(id)]
+            try:
+                await found.feed.kept.deleted()
+            except RequestError:
+                self._feeds[_name(id)] = found
+                raise
+            finally:
+                self._share()
+        await found.feed.close()
 
     async def _look(self) -> None:
         self.weights_named(await self._engine.current_weight_version())
@@ -215,7 +233,7 @@ class FeedService:
         runner: GroupRunner = of_sessions.SessionRunner(self._sessions, feed.id, feed.request, feed.admit)
         return runner
 
-    def _take_up(self, stored: StoredFeed) -> None:
+    def _take_up(self, stored: StoredFeed, path: Path) -> None:
         """Continue a feed from disk. Raises: RuntimeError."""
         try:
             request = FeedRequest.model_validate(stored.settings)
@@ -223,8 +241,11 @@ class FeedService:
             found = self._feeds[stored.name] = Batches(feed)
             found.take_up(stored)
             feed.take_up(stored, stored.name.rpartition("/")[0])
-        except (ValueError, KeyError) as error:
-            raise RuntimeError(f"feed {stored.name!r} cannot be read from disk ({error}).") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(
+                f"{path}: feed {id_of(stored.name)!r} cannot be read ({_why(error)}). If a part of the server is left "
+                "out, start with it. Else move the file away."
+            ) from error
 
     def _check_room(self, prompts: Iterable[WaitingPrompt]) -> None:
         waiting = sum(found.feed.queue.num_bytes for found in self._feeds.values())
@@ -255,6 +276,14 @@ async def _in_turn(found: Batches, timeout_s: float) -> AsyncIterator[None]:
         found.turn.release()
 
 
+async def _written(found: Batches, key: str) -> None:
+    """Write the newest batch. Raises: RequestError (507) that names the key of the request for a batch."""
+    try:
+        await found.feed.kept.written(found.feed.state)
+    except RequestError as error:
+        raise RequestError(f"{error} Its idempotency_key is {key!r}.", status=error.status) from error
+
+
 def _as_json(request: FeedRequest) -> dict[str, Any]:
     """The request as it was made, without defaults."""
     return request.model_dump(mode="json", exclude_unset=True)
@@ -273,6 +302,14 @@ def _unknown(id: str) -> RequestError:
     )
 
 
+def _why(error: Exception) -> str:
+    """The error in one line."""
+    if not isinstance(error, ValidationError):
+        return repr(error)
+    problem = error.errors(include_url=False)[0]
+    return ": ".join([*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ").removesuffix(".")])
+
+
 def _rollout_request(request: FeedRequest) -> RolloutRequest:
     return RolloutRequest.model_validate({**request.rollout_fields(), "prompts": [CHECK]})
 
@@ -286,6 +323,17 @@ def _check_same(feed: LiveFeed, request: FeedRequest) -> None:
             "another id, or DELETE the feed.",
             status=HTTPStatus.CONFLICT,
             param=name,
+        )
+
+
+def _check_repeat(key: str, request: PutRequest, digest: str | None) -> None:
+    """Raises: RequestError (409) if the key was given to other prompts. `digest`: of those. None: it is not known."""
+    if digest not in (None, request.digest):
+        raise RequestError(
+            f"idempotency_key: {key!r} has put other prompts into this feed. Repeat them as they were, or take a new "
+            "key.",
+            status=HTTPStatus.CONFLICT,
+            param="idempotency_key",
         )
 
 

@@ -10,6 +10,7 @@ import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,14 +33,24 @@ CREATE TABLE IF NOT EXISTS prompts (
 CREATE TABLE IF NOT EXISTS keys (
     feed TEXT NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (feed, kind, key)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS digests (
+    feed TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (feed, key)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS answers (
     feed TEXT NOT NULL, number INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (feed, number)
+);
+CREATE TABLE IF NOT EXISTS pieces (
+    feed TEXT NOT NULL, number INTEGER NOT NULL, piece INTEGER NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (feed, number, piece)
 );
 """
 # prompts has a row until the prompt's group is in a batch, or left the feed. born, fields and json are of complete
 # groups. born, fields and kept are of groups that were stopped, and go on after a restart. Another group that runs has
-# none of them, and runs again.
-TABLES = ("prompts", "keys", "answers")
+# none of them, and runs again. digests has the prompts of each key of a put. pieces has what
+# an answer has beyond its first MAX_BLOB bytes. Files of before lack both tables.
+TABLES = ("prompts", "keys", "digests", "answers", "pieces")
+MAX_BLOB = 256 << 20
+"""Most bytes of an answer in one row. SQLite takes up to 1e9."""
 
 
 class StoredPrompt(NamedTuple):
@@ -65,12 +76,26 @@ class StoredFeed(NamedTuple):
     state: Mapping[str, Any]
     """Numbers of `LiveFeed.state`."""
     prompts: Sequence[StoredPrompt]
-    puts: Sequence[str]
-    """Keys of requests that have put prompts, oldest first."""
+    puts: Mapping[str, str | None]
+    """Digests of prompts by the key of the request that has put them, oldest first. None: it is not known."""
     keys: Sequence[str]
     """Keys of batches, oldest first."""
     answers: Mapping[str, bytes]
     """Newest batches by key, oldest first."""
+
+
+@dataclass(slots=True, eq=False)
+class BatchToKeep:
+    """The answer of a batch, which is kept in place of its groups."""
+
+    turns: list[int]
+    """Prompts of its groups."""
+    number: int
+    key: str
+    body: bytes
+    num_kept: int
+    """Newest batches whose answers are kept."""
+    is_written: bool = False
 
 
 class FeedStore:
@@ -81,7 +106,7 @@ class FeedStore:
 
         Raises: RuntimeError for a file that cannot be read or written.
         """
-        self._path = path
+        self.path = path
         try:
             self._database = open_database(path, FORMAT)
             self._database.executescript(SCHEMA)
@@ -95,18 +120,18 @@ class FeedStore:
     def create(
         self, name: str, created: int, model: str, settings: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
-        row = (name, created, model, json.dumps(settings), json.dumps(state))
+        """Add a feed, in place of one of this name whose deletion failed."""
+        row = (name, created, model, json.dumps(settings), _as_json(state))
         with self._transaction() as run:
+            _delete(run, name)
             run("INSERT INTO feeds VALUES (?, ?, ?, ?, ?)", row)
 
     def delete(self, name: str) -> None:
         with self._transaction() as run:
-            for table in TABLES:
-                run(f"DELETE FROM {table} WHERE feed = ?", (name,))
-            run("DELETE FROM feeds WHERE name = ?", (name,))
+            _delete(run, name)
 
-    def put(self, name: str, key: str | None, prompts: Iterable[tuple[int, str]]) -> None:
-        """Add prompts, each with its turn."""
+    def put(self, name: str, key: str | None, digest: str | None, prompts: Iterable[tuple[int, str]]) -> None:
+        """Add prompts, each with its turn. `digest`: of all."""
         with self._transaction() as run:
             last = 0
             for turn, body in prompts:
@@ -114,6 +139,7 @@ class FeedStore:
                 last = turn
             if key is not None:
                 run("REPLACE INTO keys VALUES (?, 'put', ?, ?)", (name, key, last))
+                run("REPLACE INTO digests VALUES (?, ?, ?)", (name, key, digest))
 
     def completed(self, name: str, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
         values = (born, json.dumps(fields), zlib.compress(group, 1), name, turn)
@@ -134,47 +160,49 @@ class FeedStore:
                 values,
             )
 
-    def left(self, name: str, turns: Iterable[int], state: Mapping[str, Any]) -> None:
-        """Forget prompts whose groups are in no batch, and keep the feed's numbers."""
+    def left(self, name: str, turns: Iterable[int], state: Mapping[str, Any], batch: BatchToKeep | None) -> None:
+        """Forget prompts whose groups are in no batch, and keep the feed's numbers. `batch`: one that they count. It
+        may be written twice. Nothing is written of a feed that was deleted."""
         with self._transaction() as run:
-            for turn in turns:
+            for turn in (*turns, *(() if batch is None else batch.turns)):
                 run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
-            run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name))
-
-    def take(
-        self, name: str, turns: list[int], number: int, key: str, body: bytes, num_kept: int, state: Mapping[str, Any]
-    ) -> None:
-        """Keep a batch's answer in place of its groups. `number`: of the batch. It may be written twice."""
-        with self._transaction() as run:
-            for turn in turns:
-                run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
-            run("UPDATE feeds SET state = ? WHERE name = ?", (json.dumps(state), name))
-            run("REPLACE INTO keys VALUES (?, 'batch', ?, ?)", (name, key, number))
-            run("REPLACE INTO answers VALUES (?, ?, ?, ?)", (name, number, key, zlib.compress(body, 1)))
-            run("DELETE FROM answers WHERE feed = ? AND number <= ?", (name, number - num_kept))
+            is_there = run("UPDATE feeds SET state = ? WHERE name = ?", (_as_json(state), name)).rowcount
+            if batch is not None and is_there:
+                number, body = batch.number, memoryview(zlib.compress(batch.body, 1))
+                run("REPLACE INTO keys VALUES (?, 'batch', ?, ?)", (name, batch.key, number))
+                run("REPLACE INTO answers VALUES (?, ?, ?, ?)", (name, number, batch.key, body[:MAX_BLOB]))
+                for at in range(MAX_BLOB, len(body), MAX_BLOB):
+                    run("REPLACE INTO pieces VALUES (?, ?, ?, ?)", (name, number, at, body[at : at + MAX_BLOB]))
+                for table in ("answers", "pieces"):
+                    run(f"DELETE FROM {table} WHERE feed = ? AND number <= ?", (name, number - batch.num_kept))
 
     def load(self) -> list[StoredFeed]:
         """All feeds. Raises: RuntimeError for a damaged file."""
         try:
             return [self._feed(*row) for row in self._database.execute("SELECT * FROM feeds").fetchall()]
         except (sqlite3.Error, ValueError, zlib.error) as error:
-            raise RuntimeError(f"{self._path} is damaged ({error}). Move it away, then start again.") from error
+            raise RuntimeError(f"{self.path} is damaged ({error}). Move it away, then start again.") from error
 
     def _feed(self, name: str, created: int, model: str, settings: str, state: str) -> StoredFeed:
-        def rows(query: str) -> list[Any]:
-            return self._database.execute(query, (name,)).fetchall()
+        def rows(query: str, *values: int) -> list[Any]:
+            return self._database.execute(query, (name, *values)).fetchall()
 
         prompts = [
             StoredPrompt(turn, body, born, json.loads(fields or "{}"), zlib.decompress(group) if group else b"", kept)
             for _, turn, body, born, fields, group, kept in rows("SELECT * FROM prompts WHERE feed = ? ORDER BY turn")
         ]
-        kinds = ("put", "batch")
-        keys = [rows(f"SELECT key FROM keys WHERE feed = ? AND kind = '{kind}' ORDER BY number") for kind in kinds]
-        puts, batches = [[key for (key,) in each] for each in keys]
-        kept = rows("SELECT key, body FROM answers WHERE feed = ? ORDER BY number")
-        answers = {key: zlib.decompress(body) for key, body in kept}
+        puts = rows(
+            "SELECT key, digest FROM keys LEFT JOIN digests USING (feed, key) WHERE feed = ? AND kind = 'put' "
+            "ORDER BY number"
+        )
+        batches = rows("SELECT key FROM keys WHERE feed = ? AND kind = 'batch' ORDER BY number")
+        answers = {}
+        for number, key, body in rows("SELECT number, key, body FROM answers WHERE feed = ? ORDER BY number"):
+            more = rows("SELECT body FROM pieces WHERE feed = ? AND number = ? ORDER BY piece", number)
+            answers[key] = zlib.decompress(b"".join([body, *(piece for (piece,) in more)]))
+        keys = [key for (key,) in batches]
         return StoredFeed(
-            name, created, model, json.loads(settings), json.loads(state), prompts, puts, batches, answers
+            name, created, model, json.loads(settings), json.loads(state), prompts, dict(puts), keys, answers
         )
 
     @contextmanager
@@ -184,9 +212,19 @@ class FeedStore:
             with self._database:
                 self._database.execute("BEGIN IMMEDIATE")
                 yield self._database.execute
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError) as error:  # OverflowError: of a value that is too large
             raise RequestError(
-                f"the feeds' database {self._path} cannot be written: {error}. Free space, or look at its disk. Then "
-                "repeat the request with its idempotency_key.",
+                f"the feeds' database {self.path} cannot be written: {error}. Free space, or look at its disk. Then "
+                "repeat the request.",
                 status=HTTPStatus.INSUFFICIENT_STORAGE,
             ) from error
+
+
+def _delete(run: Any, name: str) -> None:
+    for table in TABLES:
+        run(f"DELETE FROM {table} WHERE feed = ?", (name,))
+    run("DELETE FROM feeds WHERE name = ?", (name,))
+
+
+def _as_json(state: Mapping[str, Any]) -> str:
+    return json.dumps(state, default=vars)  # for FailedPrompt

@@ -190,16 +190,19 @@ class Feed:
 
 
 class Newest:
-    """The newest names, at most MAX_NAMES."""
+    """The newest names, at most MAX_NAMES, each with a digest or without."""
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}
+        self._names: dict[str, str | None] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def add(self, name: str) -> None:
-        self._names[name] = None
+    def __getitem__(self, name: str) -> str | None:
+        return self._names[name]
+
+    def add(self, name: str, digest: str | None = None) -> None:
+        self._names[name] = digest
         if len(self._names) > MAX_NAMES:
             del self._names[next(iter(self._names))]
 
