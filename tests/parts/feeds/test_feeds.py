@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
+from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
@@ -293,6 +294,26 @@ async def test_a_group_that_the_engine_cannot_take_starts_again(http, engine, mo
     await asyncio.sleep(0.05)
     engine.dies_at_step = None
     assert ids(await take(http)) == ["q0"]
+
+
+async def test_tokens_of_a_group_that_is_dropped_before_it_starts_again_count_once(app, http, engine) -> None:
+    engine.weight_version = "0"
+    await make(http, batch=1, max_staleness=0, on_stale="drop")
+    feed = app.state.feed_service.live[0]
+    run, ended = feed.runner.run, []
+
+    async def fails(number, group) -> None:
+        await run(number, group)
+        ended.append(group.num_tokens)
+        raise RequestError("the engine is paused.", status=503, retry_after_s=60)
+
+    feed.runner.run = fails
+    await put(http, 0, 1)
+    await eventually(lambda: ended)
+    update(app, engine, "1")
+    await eventually(lambda: not feed._tasks)
+    totals = (await look(http))["totals"]
+    assert totals["generated_tokens"] == totals["wasted_tokens"] == ended[0]
 
 
 async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engine) -> None:

@@ -250,9 +250,9 @@ class LiveFeed:
             await self.runner.run(number, group)
         except RequestError as error:
             if error.status in PASSING:
-                self.generated_tokens += group.num_tokens
-                self.wasted_tokens += group.num_tokens
                 await asyncio.sleep(error.retry_after_s or AGAIN_S)
+                self.generated_tokens += group.num_tokens  # if it is dropped before, `_dropped` counts them
+                self.wasted_tokens += group.num_tokens
                 self._again(number)
                 return
             reason = str(error)
@@ -276,7 +276,8 @@ class LiveFeed:
         for warning in group.warnings:
             self._warn(warning)
         if group.was_stopped:
-            num_kept = 0 if group.kept is None else group.kept.num_tokens
+            goes_on_with = group.kept or group.before
+            num_kept = 0 if goes_on_with is None else goes_on_with.num_tokens
             self.wasted_tokens += group.num_before + group.usage.generated_tokens - num_kept
             if group.kept is not None:
                 self.kept.stopped(group.turn, group.born, group.born_version, group.kept)
