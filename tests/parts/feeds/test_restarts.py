@@ -82,7 +82,7 @@ async def test_groups_that_ran_run_again_once_the_weights_are_named(start: Start
     app = start(after)
     async with http_of(app) as http:
         error = await take(http, 504, timeout_s=0.05)
-        assert "weights with a new name" in error["message"]
+        assert "Give the newest weights again, under their old name 'step-0' to continue." in error["message"]
         assert after.num_launched == 0
         update(app, after, "step-0")
         batch = await take(http)

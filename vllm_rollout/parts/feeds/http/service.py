@@ -41,10 +41,12 @@ WAITS = {
     "older_groups": "it would leave running groups behind that are too old for the next batch.",
     "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Put more, or set drain.",
     "weights": "no group may start before weights with a new name come. The current ones are {name!r}.",
+    "old_weights": "the server has started anew. Give the newest weights again, under their old name {name!r} to "
+    "continue.",
     "trainer": "one is complete, and another request takes it.",
     "harness": "no harness runs its sessions. Start one that reads GET /v1/feeds/{id}/events.",
 }
-"""Message for each reason why there is no batch."""
+"""Message for each reason why there is no batch, and for weights that a server lacks after its start."""
 
 
 of_sessions: Any = face("feeds", "harnesses")
@@ -290,8 +292,10 @@ def _check_same(feed: LiveFeed, request: FeedRequest) -> None:
 
 
 def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
-    rule = feed.rule
-    why = WAITS[feed.waits_for].format(
+    rule, reason = feed.rule, str(feed.waits_for)
+    if reason == "weights" and feed.is_held:
+        reason = "old_weights"
+    why = WAITS[reason].format(
         running=len(rule.running),
         complete=len(rule.complete),
         batch=rule.terms.batch,
