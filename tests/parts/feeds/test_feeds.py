@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import httpx
@@ -324,6 +325,7 @@ async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engin
     await put(http, 0, 9)
     error = await take(http, 504, timeout_s=0.2)
     assert "weights with a new name" in error["message"]
+    assert re.search(f"Under 'good', prompt 'q[0-3]' failed: {re.escape(NOT_FINITE)}", error["message"])
     assert (await look(http))["num_waiting"] == 9
     engine.failures = {}
     update(app, engine, "better")
@@ -332,6 +334,57 @@ async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engin
     assert "NaN or infinite" in batch["warnings"][0]
     update(app, engine, "best")
     assert [len((await take(http, drain=True))["groups"]) for _ in range(2)] == [2, 2]
+
+
+def poison(engine: FakeEngine, prompt_id: str = "q0") -> None:
+    """Let the logits of this prompt never be finite."""
+    candidate = engine._candidate
+
+    def poisoned(index, prompt, *rest):
+        engine.failures = {0: 1, 1: 1} if prompt.id == prompt_id else {}
+        return candidate(index, prompt, *rest)
+
+    engine._candidate, engine.error, engine.lengths = poisoned, NOT_FINITE, {0: 9, 1: 9}  # type: ignore[method-assign]
+
+
+async def test_a_prompt_that_is_not_finite_under_weights_that_are_good_fails(app, http, engine) -> None:
+    engine.weight_version = "step-0"
+    poison(engine)
+    await make(http, max_staleness=0)
+    await put(http, 0, 7)
+    batch = await take(http)
+    assert ids(batch) == ["q1", "q2", "q3"]
+    assert batch["failed"] == [{"prompt_id": "q0", "reason": NOT_FINITE}]
+    update(app, engine, "step-1")
+    assert ids(await take(http)) == ["q4", "q5", "q6"]
+
+
+async def test_a_prompt_that_is_not_finite_under_three_versions_in_a_row_fails(app, http, engine) -> None:
+    engine.weight_version = "step-0"
+    poison(engine)
+    await make(http, max_staleness=0, batch=1)
+    await put(http, 0, 2)
+    for step in (1, 2):
+        assert "'q0' failed" in (await take(http, 504, timeout_s=0.2))["message"]
+        update(app, engine, f"step-{step}")
+    batch = await take(http)
+    assert (ids(batch), batch["failed"]) == (["q1"], [{"prompt_id": "q0", "reason": NOT_FINITE}])
+
+
+async def test_weights_of_another_process_fail_no_prompt(http, engine) -> None:
+    """The feed has not heard of the weights under which logits are not finite, and others completed under those before."""
+    engine.weight_version = "step-0"
+    await make(http, batch=1)
+    await put(http, 0, 1)
+    await take(http)
+    engine.step_s, engine.lengths, engine.failures, engine.error = 0.005, {0: 9, 1: 9}, {0: 5, 1: 5}, NOT_FINITE
+    await put(http, 1, 1)
+    await eventually(lambda: engine.num_running == 2)
+    engine.weight_version = "bad-1"
+    await eventually(lambda: engine.num_ended == 6)
+    assert "Under 'bad-1', prompt 'q1' failed" in (await take(http, 504, timeout_s=0.2))["message"]
+    engine.weight_version, engine.failures = "step-2", {}
+    assert ids(await take(http)) == ["q1"]
 
 
 async def test_older_groups_have_a_lower_priority_number(app, http, engine) -> None:

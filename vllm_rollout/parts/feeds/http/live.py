@@ -37,6 +37,8 @@ AGAIN_S = 1.0
 PASSING = (409, 429, 503)
 """Statuses of errors after which a group starts again."""
 MAX_WARNINGS = 16
+MAX_BAD_VERSIONS = 3
+"""Versions with logits that are not finite, under which a prompt fails in a row before it is given up."""
 
 
 @dataclass(slots=True)
@@ -68,8 +70,12 @@ class LiveFeed:
         self.kept = kept
         self.is_held = False
         """True after a restart until weights are named. They may not be those of the feed before."""
-        self.bad_version = -1
-        """Version whose logits were not finite. No group starts under it."""
+        self.bad_version = self.good_version = -1
+        """Version whose logits were not finite, under which no group starts, and one under which a group completed."""
+        self.bad_prompt = ""
+        """Prompt that found `bad_version`."""
+        self._bad_versions: dict[int, set[int]] = {}
+        """Versions whose logits were not finite for a prompt, by its turn."""
         self.rule = Feed(request.terms)
         self.versions = Versions(version)
         self.meter = BiasMeter()
@@ -248,6 +254,8 @@ class LiveFeed:
         reason: str | None = None
         try:
             await self.runner.run(number, group)
+            if group.saw_bad_weights and not group.is_complete:  # another API process may have got them
+                self.weights_named(await self._engine.current_weight_version())
         except RequestError as error:
             if error.status in PASSING:
                 await asyncio.sleep(error.retry_after_s or AGAIN_S)
@@ -267,12 +275,12 @@ class LiveFeed:
         self.generated_tokens += group.usage.generated_tokens
         name = group.prompt.id or ""
         if group.saw_bad_weights and not group.is_complete:
-            self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
-            self.wasted_tokens += group.usage.generated_tokens
-            if group.version == self.rule.version:  # others may have KV of earlier weights
-                self.bad_version = group.version
-            self._again(number)
-            return
+            if self._may_be_bad(group):
+                self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
+                self.wasted_tokens += group.usage.generated_tokens
+                self._again(number)
+                return
+            reason = NOT_FINITE
         for warning in group.warnings:
             self._warn(warning)
         if group.was_stopped:
@@ -291,6 +299,7 @@ class LiveFeed:
             self.since.filtered.append(name)
             self._gave_up(number, "filtered")
         else:
+            self._were_good(group)
             self.rule.completed(number, len(group.json))
             group.before = group.before and replace(group.before, packed=b"")
             size, born = group.size, self.rule.complete[number]
@@ -298,6 +307,22 @@ class LiveFeed:
             self.kept.completed(group.turn, born, fields, group.json)
             self._put_back()
         self.admit()
+
+    def _may_be_bad(self, group: AdmittedGroup) -> bool:
+        """True if the weights may be why the logits of this group were not finite. False: its prompt is."""
+        versions = self._bad_versions.setdefault(group.turn, set())
+        versions.add(self.rule.version)
+        is_all_of_now = group.version == self.rule.version  # others may have KV of earlier weights
+        if len(versions) >= MAX_BAD_VERSIONS or (is_all_of_now and self.good_version == group.version):
+            return False
+        if is_all_of_now:
+            self.bad_version, self.bad_prompt = group.version, group.prompt.id or ""
+        return True
+
+    def _were_good(self, group: AdmittedGroup) -> None:
+        """Note that a group completed. If all of it ran under the current weights, they are good."""
+        if group.version == self.rule.version:
+            self.good_version, self.bad_version = group.version, -1
 
     def _forget(self, number: int, task: asyncio.Task[None]) -> None:
         if self._tasks[number] is task:  # a group that goes on has another one
@@ -363,6 +388,7 @@ class LiveFeed:
 
     def _over(self, fate: Fate, group: AdmittedGroup) -> None:
         usage = group.usage
+        self._bad_versions.pop(group.turn, None)
         self.wasted_tokens += usage.wasted_tokens if fate == "trained" else group.num_before + usage.generated_tokens
         if fate == "dropped" and self.request.on_stale == "defer":  # its prompt runs again
             return

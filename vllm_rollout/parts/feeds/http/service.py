@@ -17,6 +17,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.parts import face
+from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.answers import FeedAnswer
 from vllm_rollout.parts.feeds.http.batches import Batches, feed_answer
 from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
@@ -43,10 +44,12 @@ WAITS = {
     "weights": "no group may start before weights with a new name come. The current ones are {name!r}.",
     "old_weights": "the server has started anew. Give the newest weights again, under their old name {name!r} to "
     "continue.",
+    "good_weights": "no group may start before weights with a new name come. Under {name!r}, prompt {bad!r} failed: "
+    "{not_finite}",
     "trainer": "one is complete, and another request takes it.",
     "harness": "no harness runs its sessions. Start one that reads GET /v1/feeds/{id}/events.",
 }
-"""Message for each reason why there is no batch, and for weights that a server lacks after its start."""
+"""Message for each reason why there is no batch, and for weights that are missing or bad."""
 
 
 of_sessions: Any = face("feeds", "harnesses")
@@ -295,11 +298,15 @@ def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
     rule, reason = feed.rule, str(feed.waits_for)
     if reason == "weights" and feed.is_held:
         reason = "old_weights"
+    elif reason == "weights" and feed.bad_version == rule.version:
+        reason = "good_weights"
     why = WAITS[reason].format(
         running=len(rule.running),
         complete=len(rule.complete),
         batch=rule.terms.batch,
         name=feed.versions.name,
+        bad=feed.bad_prompt,
+        not_finite=NOT_FINITE,
         id=feed.id,
     )
     return RequestError(f"timeout_s: no batch within {timeout_s:g} s: {why}", status=HTTPStatus.GATEWAY_TIMEOUT)
