@@ -231,6 +231,46 @@ async def test_a_group_that_fails_gives_its_place_back_and_is_named(http, engine
     assert sorted(ids(batch)) == ["q0", "q1"]
 
 
+async def test_no_prompt_is_lost_while_the_server_refuses_the_fields_of_its_feed(app, http, engine) -> None:
+    engine.weight_version, engine.adapters = "step-0", ("b",)
+    await make(http, model="b", batch=2, max_staleness=0)
+    await put(http, 0, 6)
+    batches = [await take(http)]
+    waiting = asyncio.create_task(take(http, 409))
+    await asyncio.sleep(0.01)
+    engine.adapters = ()  # unloaded
+    update(app, engine, "step-1")
+    message = (await waiting)["message"]
+    assert "the server refuses its fields: model: 'b' is not served" in message
+    assert "repeat this request" in message
+    assert (await take(http, 409))["message"] == message
+    feed = await put(http, 6, 2)
+    assert (feed["waits_for"], feed["totals"]["num_failed"]) == ("fields", 0)
+    assert "model: 'b' is not served" in feed["refusal"]
+    assert (await look(http))["waits_for"] == "fields"
+    engine.adapters = ("b",)
+    for step in (2, 3, 4):
+        batches.append(await take(http))
+        update(app, engine, f"step-{step}")
+    assert [each for batch in batches for each in ids(batch)] == [f"q{i}" for i in range(8)]
+    assert all(batch["failed"] == [] for batch in batches)
+    assert (await look(http))["refusal"] is None
+
+
+async def test_complete_groups_come_although_the_server_refuses_the_fields_of_their_feed(app, http, engine) -> None:
+    engine.weight_version, engine.adapters = "step-0", ("b",)
+    await make(http, model="b", batch=1, max_staleness=1)
+    await put(http, 0, 3)
+    await eventually(lambda: len(app.state.feed_service.live[0].rule.complete) == 2)
+    engine.adapters = ()
+    assert ids(await take(http)) == ["q0"]
+    update(app, engine, "step-1")
+    await eventually(lambda: app.state.feed_service.live[0].refusal)
+    assert (await look(http))["waits_for"] == "trainer"
+    assert ids(await take(http)) == ["q1"]
+    assert "refuses" in (await take(http, 409, drain=True))["message"]
+
+
 async def test_prompts_are_put_once_by_their_key_and_an_id_that_is_there_is_refused(http) -> None:
     await make(http)
     await put(http, 0, 10, idempotency_key="p")
@@ -372,7 +412,7 @@ async def test_a_prompt_that_is_not_finite_under_three_versions_in_a_row_fails(a
 
 
 async def test_weights_of_another_process_fail_no_prompt(http, engine) -> None:
-    """The feed has not heard of the weights under which logits are not finite, and others completed under those before."""
+    """The feed has not heard of weights that are not finite, and groups completed under those before."""
     engine.weight_version = "step-0"
     await make(http, batch=1)
     await put(http, 0, 1)

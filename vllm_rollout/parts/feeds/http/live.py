@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, replace
@@ -62,14 +62,18 @@ class LiveFeed:
         model: str,
         engine: Engine,
         make_runner: Callable[[LiveFeed], GroupRunner],
+        check: Callable[[FeedRequest], Awaitable[object]],
         metrics: FeedMetrics,
         version: str | None,
         kept: Kept,
     ) -> None:
+        """`check`: raises a RequestError if the server cannot serve the feed's fields."""
         self.id, self.request, self.model, self.created = id, request, model, int(time.time())
         self.kept = kept
         self.is_held = False
         """True after a restart until weights are named. They may not be those of the feed before."""
+        self.refusal: str | None = None
+        """Reason why the server refuses the feed's fields. No group starts meanwhile."""
         self.bad_version = self.good_version = -1
         """Version whose logits were not finite, under which no group starts, and one under which a group completed."""
         self.bad_prompt = ""
@@ -87,7 +91,7 @@ class LiveFeed:
         self.since = SinceBatch()
         self.num_batches = self.generated_tokens = self.wasted_tokens = 0
         self.runner = make_runner(self)
-        self._engine, self._metrics = engine, metrics
+        self._engine, self._metrics, self._check = engine, metrics, check
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._context = copy_context()
         """Groups start in the context of the feed's client, whoever makes room for them."""
@@ -162,6 +166,28 @@ class LiveFeed:
         elif was_held and not self.is_held:
             self.admit()
 
+    async def check(self) -> None:
+        """Find out whether the server refuses the feed's fields. If it no longer does, groups start again.
+
+        Raises: RequestError if that cannot be said now.
+        """
+        before = self.refusal
+        try:
+            await self._check(self.request)
+            self.refusal = None
+        except RequestError as error:
+            if error.status in PASSING:
+                raise
+            self.refusal = str(error)
+        if self.refusal != before:
+            self.admit()
+
+    async def try_again(self) -> None:
+        """Go on if the server refused the feed's fields, and does so no more."""
+        if self.refusal is not None:
+            with suppress(RequestError):
+                await self.check()
+
     async def changed(self, timeout_s: float) -> None:
         """Wait until something has changed, but not longer than `timeout_s`."""
         changed = self._changed
@@ -199,13 +225,15 @@ class LiveFeed:
     def waits_for(self) -> WaitsFor:
         """The reason why there is no batch."""
         reason = self.rule.waits_for(len(self.queue), len(self.stopped))
+        if self.refusal is not None and reason != "trainer":
+            return "fields"
         is_idle = reason == "weights" and self._may_start and self.rule.capacity > 0
         return "harness" if is_idle and not self.runner.is_ready else reason
 
     @property
     def _may_start(self) -> bool:
-        """True if groups may start under the current weights."""
-        return not self.is_held and self.bad_version != self.rule.version
+        """True if groups may start with the feed's fields under the current weights."""
+        return not self.is_held and self.refusal is None and self.bad_version != self.rule.version
 
     async def close(self) -> None:
         """Stop all groups."""
@@ -251,23 +279,32 @@ class LiveFeed:
             spawn(self._engine.calls.tell_groups(CANCEL_GROUPS, [*running]), "stopping a feed's groups")
 
     async def _run(self, number: int, group: AdmittedGroup) -> None:
-        reason: str | None = None
         try:
-            await self.runner.run(number, group)
-            if group.saw_bad_weights and not group.is_complete:  # another API process may have got them
-                self.weights_named(await self._engine.current_weight_version())
+            reason = await self._failure(number, group)
         except RequestError as error:
-            if error.status in PASSING:
-                await asyncio.sleep(error.retry_after_s or AGAIN_S)
-                self.generated_tokens += group.num_tokens  # if it is dropped before, `_dropped` counts them
-                self.wasted_tokens += group.num_tokens
-                self._again(number)
-                return
-            reason = str(error)
+            await asyncio.sleep(error.retry_after_s or AGAIN_S)
+            self.generated_tokens += group.num_tokens  # if it is dropped before, `_dropped` counts them
+            self.wasted_tokens += group.num_tokens
+            self._again(number)
+            return
         except Exception as error:  # the feed goes on without this group
             self._ended(number, group, f"our code failed: {error!r}")
             raise
         self._ended(number, group, reason)
+
+    async def _failure(self, number: int, group: AdmittedGroup) -> str | None:
+        """Run a group. Returns the error for which its prompt fails. Raises: RequestError for one that may pass."""
+        try:
+            await self.runner.run(number, group)
+        except RequestError as error:
+            if error.status not in PASSING:
+                await self.check()
+                if self.refusal is None:  # so it is the prompt that the server refuses
+                    return str(error)
+            raise
+        if group.saw_bad_weights and not group.is_complete:  # another API process may have got them
+            self.weights_named(await self._engine.current_weight_version())
+        return None
 
     def _ended(self, number: int, group: AdmittedGroup, reason: str | None) -> None:
         if number not in self.rule.running:  # it was dropped at its very end

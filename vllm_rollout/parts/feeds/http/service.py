@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm_rollout.kernel.http.clients import client_namespace, id_of, owned_name
 from vllm_rollout.kernel.http.engine import Engine, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.types import NOT_FINITE
@@ -48,6 +49,7 @@ WAITS = {
     "{not_finite}",
     "trainer": "one is complete, and another request takes it.",
     "harness": "no harness runs its sessions. Start one that reads GET /v1/feeds/{id}/events.",
+    "fields": "the server refuses the feed's fields. {refusal}",
 }
 """Message for each reason why there is no batch, and for weights that are missing or bad."""
 
@@ -88,12 +90,7 @@ class FeedService:
         id = request.id or f"feed-{uuid.uuid4().hex[:12]}"
         name = _name(id)
         if name not in self._feeds:
-            check = await self._rollouts.prepare(_rollout_request(request))
-            refusal = check.prompts[0].resume_refusal
-            if request.on_update == "stop" and refusal is not None:
-                raise RequestError(f'on_update: "stop" {str(refusal).removeprefix("resume: ")}', param="on_update")
-            if request.sessions is not None:
-                of_sessions.check_room(self._sessions(), request)
+            check = await self._check(request)
             version = await self._engine.current_weight_version()
             if name not in self._feeds:  # another request may have been faster
                 self._check_num_feeds()
@@ -109,6 +106,8 @@ class FeedService:
                 return feed_answer(feed), True
         feed = self._feeds[name].feed
         _check_same(feed, request)
+        with suppress(RequestError):  # the feed may say later why its groups do not start
+            await feed.check()
         return feed_answer(feed), False
 
     async def read(self, id: str) -> FeedAnswer:
@@ -134,6 +133,7 @@ class FeedService:
         key = request.idempotency_key
         async with found.putting:
             self._check_there(id, found)
+            await found.feed.try_again()
             if key is None or key not in found.puts:
                 prompts = found.feed.checked(request.prompts)
                 self._check_room(prompts)
@@ -147,7 +147,8 @@ class FeedService:
     async def take(self, id: str, request: BatchRequest) -> list[bytes]:
         """Wait for a batch, and take it. Returns a FeedBatch as JSON, in parts.
 
-        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch.
+        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch, 409 if the server
+        refuses the feed's fields.
         """
         found, began = self._find(id), time.monotonic()
         key = request.idempotency_key or f"batch-{uuid.uuid4().hex}"
@@ -157,7 +158,10 @@ class FeedService:
         async with _in_turn(found, request.timeout_s):
             await found.feed.kept.written(found.feed.state)
             await self._look()
+            await found.feed.try_again()
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
+                if found.feed.refusal is not None:
+                    raise _refused(found.feed)
                 left_s = began + request.timeout_s - time.monotonic()
                 if left_s <= 0:
                     raise _no_batch(found.feed, request.timeout_s)
@@ -203,6 +207,17 @@ class FeedService:
         for feed in self.live:
             feed.rule.max_bytes = MAX_BYTES // len(self._feeds)
 
+    async def _check(self, request: FeedRequest) -> Rollout:
+        """A rollout with the feed's fields, which does not run. Raises: RequestError for fields that the server cannot
+        serve."""
+        check = await self._rollouts.prepare(_rollout_request(request))
+        refusal = check.prompts[0].resume_refusal
+        if request.on_update == "stop" and refusal is not None:
+            raise RequestError(f'on_update: "stop" {str(refusal).removeprefix("resume: ")}', param="on_update")
+        if request.sessions is not None:
+            of_sessions.check_room(self._sessions(), request)
+        return check
+
     def _check_num_feeds(self) -> None:
         if len(self._feeds) >= MAX_FEEDS:
             raise RequestError(
@@ -212,7 +227,8 @@ class FeedService:
 
     def _feed(self, name: str, request: FeedRequest, model: str, version: str | None) -> LiveFeed:
         kept = Kept(self._store, name)
-        return LiveFeed(id_of(name), request, model, self._engine, self._runner, self._metrics, version, kept)
+        makers = self._runner, self._check
+        return LiveFeed(id_of(name), request, model, self._engine, *makers, self._metrics, version, kept)
 
     def _runner(self, feed: LiveFeed) -> GroupRunner:
         if feed.request.sessions is None:
@@ -294,6 +310,14 @@ def _check_same(feed: LiveFeed, request: FeedRequest) -> None:
         )
 
 
+def _refused(feed: LiveFeed) -> RequestError:
+    return RequestError(
+        f"feed {feed.id!r} stands still, because the server refuses its fields: {feed.refusal} Then repeat this "
+        "request: no prompt is lost.",
+        status=HTTPStatus.CONFLICT,
+    )
+
+
 def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
     rule, reason = feed.rule, str(feed.waits_for)
     if reason == "weights" and feed.is_held:
@@ -308,5 +332,6 @@ def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
         bad=feed.bad_prompt,
         not_finite=NOT_FINITE,
         id=feed.id,
+        refusal=feed.refusal,
     )
     return RequestError(f"timeout_s: no batch within {timeout_s:g} s: {why}", status=HTTPStatus.GATEWAY_TIMEOUT)
