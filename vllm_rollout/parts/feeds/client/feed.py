@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -75,10 +76,19 @@ class AsyncFeed(FeedMethods):
     async def batches(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> AsyncGenerator[FeedBatch, None]:
         """Yield batches until every prompt that was put has come back. The last batch may be smaller.
 
-        Prompts may be put meanwhile. Raises: RolloutError, as `batch` does.
+        Prompts may be put meanwhile. If prompts have not come back since the batch before the end, a warning says so.
+
+        Raises: RolloutError, as `batch` does, and if prompts were put of which no group ever came.
         """
+        has_come = False
         while (batch := await self.batch(drain=True, timeout_s=timeout_s)).groups:
+            has_come = True
             yield batch
+        lost = _lost(batch)
+        if lost and not has_come and not batch.meter.trained.num_groups:
+            raise RolloutError(None, f"feed {self.id!r} gave no group. {lost}", "NoGroups")
+        if lost or batch.warnings:
+            warnings.warn(" ".join([f"feed {self.id!r} has ended. {lost}".strip(), *batch.warnings]), stacklevel=2)
 
     async def delete(self) -> None:
         """Delete the feed, and stop its groups. Raises: RolloutError (404)."""
@@ -93,6 +103,15 @@ class AsyncFeed(FeedMethods):
     async def __aexit__(self, *exception: object) -> None:
         with suppress(RolloutError):  # deleted before, or the server is gone
             await self.delete()
+
+
+def _lost(batch: FeedBatch) -> str:
+    """Numbers of prompts that did not come back. Empty if all did."""
+    nums = {"failed": len(batch.failed), "filtered": len(batch.filtered), "dropped": len(batch.dropped)}
+    if not any(nums.values()):
+        return ""
+    told = f"Prompts since the batch before: {', '.join(f'{num} {fate}' for fate, num in nums.items())}."
+    return told + (f" The first one failed because {batch.failed[0].reason}" if batch.failed else "")
 
 
 class Feed(Blocked):

@@ -328,11 +328,13 @@ class LiveFeed:
                 self.kept.stopped(group.turn, group.born, group.born_version, group.kept)
             self._again(number)
             return
-        if not group.is_complete:
-            reason = reason or (group.end and group.end.reason) or "its candidates were stopped."
+        filters = self.request.filter is not None
+        if not group.is_complete or (filters and group.size.reward is None):
+            lacks = "none of its answers has a reward." if group.is_complete else "its candidates were stopped."
+            reason = reason or (group.end and group.end.reason) or lacks
             self.since.failed.append(FailedPrompt(prompt_id=name, reason=reason))
             self._gave_up(number, "failed")
-        elif self.request.filter is not None and not group.teaches:
+        elif filters and not group.teaches:
             self.since.filtered.append(name)
             self._gave_up(number, "filtered")
         else:
