@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
+from vllm_rollout.parts.feeds.http.live import MAX_STARTS
 
 TERMS = {"group_size": 2, "batch": 3, "max_staleness": 1, "sampling_params": {"seed": 3}}
 
@@ -425,6 +427,28 @@ async def test_weights_of_another_process_fail_no_prompt(http, engine) -> None:
     assert "Under 'bad-1', prompt 'q1' failed" in (await take(http, 504, timeout_s=0.2))["message"]
     engine.weight_version, engine.failures = "step-2", {}
     assert ids(await take(http)) == ["q1"]
+
+
+async def test_a_feed_that_fills_lets_other_requests_have_turns(app, http, engine) -> None:
+    prepare, begun, turn = app.state.rollout_service.prepare, Counter[int](), 0
+
+    async def noted(request):
+        begun[turn] += 1
+        return await prepare(request)
+
+    async def turns() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    app.state.rollout_service.prepare = noted
+    await make(http, batch=200, max_staleness=0)
+    other = asyncio.create_task(turns())
+    await put(http, 0, 200)
+    assert len((await take(http))["groups"]) == 200
+    other.cancel()
+    assert max(begun.values()) <= 2 * MAX_STARTS
 
 
 async def test_older_groups_have_a_lower_priority_number(app, http, engine) -> None:

@@ -36,6 +36,8 @@ AGAIN_S = 1.0
 """Seconds until a group starts again that the engine could not take."""
 PASSING = (409, 429, 503)
 """Statuses of errors after which a group starts again."""
+MAX_STARTS = 16
+"""Groups that start in one turn of the event loop, so that a feed which fills lets other requests have turns."""
 MAX_WARNINGS = 16
 MAX_BAD_VERSIONS = 3
 """Versions with logits that are not finite, under which a prompt fails in a row before it is given up."""
@@ -96,6 +98,8 @@ class LiveFeed:
         self._context = copy_context()
         """Groups start in the context of the feed's client, whoever makes room for them."""
         self._changed = asyncio.Event()
+        self._admits_more: asyncio.Handle | None = None
+        """Starts the next groups of a feed that fills."""
 
     def checked(self, prompts: list[Prompt]) -> list[WaitingPrompt]:
         """Prompts with ids and turns of their own. Raises: RequestError (409) for an id that is in the feed."""
@@ -248,20 +252,27 @@ class LiveFeed:
 
     def admit(self) -> None:
         """Let stopped groups go on unless a batch is complete, and start as many groups as there is room for."""
-        may_start = self._may_start and self.runner.is_ready
+        may_start = self._may_start and self.runner.is_ready and self._admits_more is None
         if may_start and not self.rule.is_ready:
             for number in sorted(self.stopped):
                 self._start(number)
             self.stopped.clear()
         if may_start:
             self.queue.start_long(self.rule.num_long(len(self.queue.deferred), len(self.queue.waiting)))
-        for _ in range(min(len(self.queue.waiting), self.rule.capacity) if may_start else 0):
+        num_to_start = min(len(self.queue.waiting), self.rule.capacity) if may_start else 0
+        if num_to_start > MAX_STARTS:
+            self._admits_more = asyncio.get_running_loop().call_soon(self._admit_more)
+        for _ in range(min(num_to_start, MAX_STARTS)):
             turn, prompt, _, is_long = self.queue.waiting.popleft()
             number = self.rule.admit(is_long=is_long)
             born = self.rule.running[number], self.versions.name
             self.groups[number] = AdmittedGroup(prompt, turn, self.request.group_size, *born, is_long=is_long)
             self._start(number)
         self._notify()
+
+    def _admit_more(self) -> None:
+        self._admits_more = None
+        self.admit()
 
     def _start(self, number: int) -> None:
         group = self.groups[number]
