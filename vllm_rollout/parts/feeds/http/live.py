@@ -339,6 +339,8 @@ class LiveFeed:
                 self.kept.stopped(group.turn, group.born, group.born_version, group.kept)
             self._again(number)
             return
+        if group.is_complete and group.version == self.rule.version:  # all of it ran under the current weights
+            self.good_version, self.bad_version = group.version, -1
         filters = self.request.filter is not None
         if not group.is_complete or (filters and group.size.reward is None):
             lacks = "none of its answers has a reward." if group.is_complete else "its candidates were stopped."
@@ -349,7 +351,6 @@ class LiveFeed:
             self.since.filtered.append(name)
             self._gave_up(number, "filtered")
         else:
-            self._were_good(group)
             self.rule.completed(number, len(group.json))
             group.before = group.before and replace(group.before, packed=b"")
             size, born = group.size, self.rule.complete[number]
@@ -368,11 +369,6 @@ class LiveFeed:
         if is_all_of_now:
             self.bad_version, self.bad_prompt = group.version, group.prompt.id or ""
         return True
-
-    def _were_good(self, group: AdmittedGroup) -> None:
-        """Note that a group completed. If all of it ran under the current weights, they are good."""
-        if group.version == self.rule.version:
-            self.good_version, self.bad_version = group.version, -1
 
     def _forget(self, number: int, task: asyncio.Task[None]) -> None:
         if self._tasks[number] is task:  # a group that goes on has another one
