@@ -41,6 +41,24 @@ async def test_the_async_client_has_the_same_feed(server_url: str) -> None:
             await again.refresh()
 
 
+def test_a_loop_without_a_group_raises_the_reason(client: RolloutClient) -> None:
+    with client.feed(**FEED) as feed:
+        assert list(feed) == []  # nothing was put
+        feed.put([{"id": str(i), "prompt_token_ids": [5000]} for i in range(6)])
+        with pytest.raises(RolloutError, match=r"gave no group.*6 failed, 0 filtered, 0 dropped.*out of vocabulary"):
+            next(iter(feed))
+
+
+def test_a_loop_warns_at_its_end_of_prompts_that_did_not_come_back(client: RolloutClient) -> None:
+    with client.feed(**FEED) as feed:
+        feed.put(["a", "b", "c"])
+        batches = iter(feed)
+        assert len(next(batches).groups) == 3
+        feed.put([{"id": "bad", "prompt_token_ids": [5000]}])
+        with pytest.warns(UserWarning, match="has ended.*1 failed, 0 filtered, 0 dropped.*out of vocabulary"):
+            assert next(batches, None) is None
+
+
 def test_a_batch_is_asked_for_again_by_its_key(client: RolloutClient) -> None:
     feed = client.feed(**FEED)
     feed.put(["a", "b", "c"])

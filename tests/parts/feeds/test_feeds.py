@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -12,10 +14,11 @@ from fastapi import FastAPI
 from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
-from vllm_rollout.kernel.http.engine import GroupOrder
+from vllm_rollout.kernel.http.engine import GroupOrder, RequestError
 from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
+from vllm_rollout.parts.feeds.http.live import MAX_STARTS
 
 TERMS = {"group_size": 2, "batch": 3, "max_staleness": 1, "sampling_params": {"seed": 3}}
 
@@ -230,6 +233,46 @@ async def test_a_group_that_fails_gives_its_place_back_and_is_named(http, engine
     assert sorted(ids(batch)) == ["q0", "q1"]
 
 
+async def test_no_prompt_is_lost_while_the_server_refuses_the_fields_of_its_feed(app, http, engine) -> None:
+    engine.weight_version, engine.adapters = "step-0", ("b",)
+    await make(http, model="b", batch=2, max_staleness=0)
+    await put(http, 0, 6)
+    batches = [await take(http)]
+    waiting = asyncio.create_task(take(http, 409))
+    await asyncio.sleep(0.01)
+    engine.adapters = ()  # unloaded
+    update(app, engine, "step-1")
+    message = (await waiting)["message"]
+    assert "the server refuses its fields: model: 'b' is not served" in message
+    assert "repeat this request" in message
+    assert (await take(http, 409))["message"] == message
+    feed = await put(http, 6, 2)
+    assert (feed["waits_for"], feed["totals"]["num_failed"]) == ("fields", 0)
+    assert "model: 'b' is not served" in feed["refusal"]
+    assert (await look(http))["waits_for"] == "fields"
+    engine.adapters = ("b",)
+    for step in (2, 3, 4):
+        batches.append(await take(http))
+        update(app, engine, f"step-{step}")
+    assert [each for batch in batches for each in ids(batch)] == [f"q{i}" for i in range(8)]
+    assert all(batch["failed"] == [] for batch in batches)
+    assert (await look(http))["refusal"] is None
+
+
+async def test_complete_groups_come_although_the_server_refuses_the_fields_of_their_feed(app, http, engine) -> None:
+    engine.weight_version, engine.adapters = "step-0", ("b",)
+    await make(http, model="b", batch=1, max_staleness=1)
+    await put(http, 0, 3)
+    await eventually(lambda: len(app.state.feed_service.live[0].rule.complete) == 2)
+    engine.adapters = ()
+    assert ids(await take(http)) == ["q0"]
+    update(app, engine, "step-1")
+    await eventually(lambda: app.state.feed_service.live[0].refusal)
+    assert (await look(http))["waits_for"] == "trainer"
+    assert ids(await take(http)) == ["q1"]
+    assert "refuses" in (await take(http, 409, drain=True))["message"]
+
+
 async def test_prompts_are_put_once_by_their_key_and_an_id_that_is_there_is_refused(http) -> None:
     await make(http)
     await put(http, 0, 10, idempotency_key="p")
@@ -316,6 +359,26 @@ async def test_a_group_for_whose_retry_no_rank_is_left_starts_again(http, engine
     assert (ids(batch), batch["failed"], len(tries)) == (["q0"], [], 4)
 
 
+async def test_tokens_of_a_group_that_is_dropped_before_it_starts_again_count_once(app, http, engine) -> None:
+    engine.weight_version = "0"
+    await make(http, batch=1, max_staleness=0, on_stale="drop")
+    feed = app.state.feed_service.live[0]
+    run, ended = feed.runner.run, []
+
+    async def fails(number, group) -> None:
+        await run(number, group)
+        ended.append(group.num_tokens)
+        raise RequestError("the engine is paused.", status=503, retry_after_s=60)
+
+    feed.runner.run = fails
+    await put(http, 0, 1)
+    await eventually(lambda: ended)
+    update(app, engine, "1")
+    await eventually(lambda: not feed._tasks)
+    totals = (await look(http))["totals"]
+    assert totals["generated_tokens"] == totals["wasted_tokens"] == ended[0]
+
+
 async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engine) -> None:
     engine.weight_version = "good"
     await make(http, batch=2)
@@ -324,6 +387,7 @@ async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engin
     await put(http, 0, 9)
     error = await take(http, 504, timeout_s=0.2)
     assert "weights with a new name" in error["message"]
+    assert re.search(f"Under 'good', prompt 'q[0-3]' failed: {re.escape(NOT_FINITE)}", error["message"])
     assert (await look(http))["num_waiting"] == 9
     engine.failures = {}
     update(app, engine, "better")
@@ -332,6 +396,79 @@ async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engin
     assert "NaN or infinite" in batch["warnings"][0]
     update(app, engine, "best")
     assert [len((await take(http, drain=True))["groups"]) for _ in range(2)] == [2, 2]
+
+
+def poison(engine: FakeEngine, prompt_id: str = "q0") -> None:
+    """Let the logits of this prompt never be finite."""
+    candidate = engine._candidate
+
+    def poisoned(index, prompt, *rest):
+        engine.failures = {0: 1, 1: 1} if prompt.id == prompt_id else {}
+        return candidate(index, prompt, *rest)
+
+    engine._candidate, engine.error, engine.lengths = poisoned, NOT_FINITE, {0: 9, 1: 9}  # type: ignore[method-assign]
+
+
+async def test_a_prompt_that_is_not_finite_under_weights_that_are_good_fails(app, http, engine) -> None:
+    engine.weight_version = "step-0"
+    poison(engine)
+    await make(http, max_staleness=0)
+    await put(http, 0, 7)
+    batch = await take(http)
+    assert ids(batch) == ["q1", "q2", "q3"]
+    assert batch["failed"] == [{"prompt_id": "q0", "reason": NOT_FINITE}]
+    update(app, engine, "step-1")
+    assert ids(await take(http)) == ["q4", "q5", "q6"]
+
+
+async def test_a_prompt_that_is_not_finite_under_three_versions_in_a_row_fails(app, http, engine) -> None:
+    engine.weight_version = "step-0"
+    poison(engine)
+    await make(http, max_staleness=0, batch=1)
+    await put(http, 0, 2)
+    for step in (1, 2):
+        assert "'q0' failed" in (await take(http, 504, timeout_s=0.2))["message"]
+        update(app, engine, f"step-{step}")
+    batch = await take(http)
+    assert (ids(batch), batch["failed"]) == (["q1"], [{"prompt_id": "q0", "reason": NOT_FINITE}])
+
+
+async def test_weights_of_another_process_fail_no_prompt(http, engine) -> None:
+    """The feed has not heard of weights that are not finite, and groups completed under those before."""
+    engine.weight_version = "step-0"
+    await make(http, batch=1)
+    await put(http, 0, 1)
+    await take(http)
+    engine.step_s, engine.lengths, engine.failures, engine.error = 0.005, {0: 9, 1: 9}, {0: 5, 1: 5}, NOT_FINITE
+    await put(http, 1, 1)
+    await eventually(lambda: engine.num_running == 2)
+    engine.weight_version = "bad-1"
+    await eventually(lambda: engine.num_ended == 6)
+    assert "Under 'bad-1', prompt 'q1' failed" in (await take(http, 504, timeout_s=0.2))["message"]
+    engine.weight_version, engine.failures = "step-2", {}
+    assert ids(await take(http)) == ["q1"]
+
+
+async def test_a_feed_that_fills_lets_other_requests_have_turns(app, http, engine) -> None:
+    prepare, begun, turn = app.state.rollout_service.prepare, Counter[int](), 0
+
+    async def noted(request):
+        begun[turn] += 1
+        return await prepare(request)
+
+    async def turns() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    app.state.rollout_service.prepare = noted
+    await make(http, batch=200, max_staleness=0)
+    other = asyncio.create_task(turns())
+    await put(http, 0, 200)
+    assert len((await take(http))["groups"]) == 200
+    other.cancel()
+    assert max(begun.values()) <= 2 * MAX_STARTS
 
 
 async def test_older_groups_have_a_lower_priority_number(app, http, engine) -> None:

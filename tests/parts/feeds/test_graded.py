@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fastapi import FastAPI
 
-from tests.kernel.http.conftest import make_app
+from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import ids, make, put, take, update
 from tests.parts.pruning.learning_steps import PRUNING
@@ -32,6 +32,17 @@ async def test_groups_without_variance_are_filtered_and_give_their_places_back(h
     batch = await take(http, drain=True)
     assert (batch["groups"], sorted(batch["filtered"])) == ([], ["q0", "q1", "q2", "q3"])
     assert batch["meter"]["filtered"] == {"num_groups": 4, "mean_tokens": 3.0, "mean_reward": 1.0}
+
+
+async def test_groups_without_a_reward_are_no_filtered_groups(engine) -> None:
+    graders = FakeGraders(lambda _: Grade("error", reason="the reward function raised KeyError."))
+    async with http_of(make_app(engine, graders=graders)) as http:
+        await make(http, batch=2, max_staleness=0, reward="even", filter="zero_variance")
+        await put(http, 0, 2)
+        batch = await take(http, drain=True)
+    assert (batch["groups"], batch["filtered"]) == ([], [])
+    failed = {each["prompt_id"]: each["reason"] for each in batch["failed"]}
+    assert failed == dict.fromkeys(("q0", "q1"), "the reward function raised KeyError.")
 
 
 async def test_a_batch_has_the_rewards_of_its_groups(http, engine) -> None:

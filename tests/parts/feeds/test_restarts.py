@@ -6,6 +6,7 @@ import sqlite3
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -13,7 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.parts.feeds.test_feeds import ids, look, make, put, take, update
+from tests.parts.feeds.test_feeds import TERMS, ids, look, make, put, take, update
+from tests.parts.rewards.test_grading import FakeGraders
 from tests.support.waiting import WAIT_S, eventually, wait_until
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
@@ -24,7 +26,8 @@ from vllm_rollout.parts.feeds.http.service import FeedService
 from vllm_rollout.parts.feeds.http.store import TABLES, FeedStore
 from vllm_rollout.parts.feeds.rules.feed import MAX_BYTES
 
-Start = Callable[[FakeEngine], FastAPI]
+Start = Callable[..., FastAPI]
+"""Starts a server with an engine, and with settings for the fakes of parts."""
 
 
 def wait_for_disk() -> None:
@@ -36,8 +39,8 @@ def wait_for_disk() -> None:
 def start(tmp_path: Path) -> Start:
     """Starts a server with the same folder as the one before, which was killed after its last write."""
 
-    def started(engine: FakeEngine) -> FastAPI:
-        app = make_app(engine)
+    def started(engine: FakeEngine, **settings: Any) -> FastAPI:
+        app = make_app(engine, **settings)
         wait_for_disk()
         store = FeedStore(tmp_path / "feeds.sqlite")
         app.state.feed_service = FeedService(app.state.rollout_service, engine, Metrics(CollectorRegistry()), store)
@@ -97,13 +100,34 @@ async def test_groups_that_ran_run_again_once_the_weights_are_named(start: Start
     app = start(after)
     async with http_of(app) as http:
         error = await take(http, 504, timeout_s=0.05)
-        assert "weights with a new name" in error["message"]
+        assert "Give the newest weights again, under their old name 'step-0' to continue." in error["message"]
         assert after.num_launched == 0
         update(app, after, "step-0")
         batch = await take(http)
         assert (batch["version"], ids(batch)) == (0, sorted(ids(batch)))
         assert after.num_launched >= 6
         await http.delete("/v1/feeds/a")
+
+
+async def test_a_server_without_the_feeds_reward_loses_no_prompt(start: Start, tmp_path: Path) -> None:
+    terms: dict[str, Any] = {"reward": "even", "max_staleness": 0}
+    async with http_of(start(FakeEngine(weight_version="step-0", step_s=60.0), graders=FakeGraders())) as http:
+        await make(http, **terms)
+        await put(http, 0, 9)
+    app = start(FakeEngine(weight_version="step-0"))
+    async with http_of(app) as http:
+        response = await http.post("/v1/feeds", json={"id": "a", **TERMS, **terms})
+        assert (response.status_code, response.json()["waits_for"]) == (200, "fields")
+        assert "reward: must be one of none" in (await take(http, 409))["message"]
+        feed = await look(http)
+        assert (feed["num_waiting"], feed["totals"]["num_failed"]) == (9, 0)
+    wait_for_disk()
+    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
+        assert disk.execute("SELECT COUNT(*) FROM prompts").fetchone() == (9,)
+    app = start(FakeEngine(weight_version="step-0"), graders=FakeGraders())
+    async with http_of(app) as http:
+        batch = await take(http)
+        assert (ids(batch), batch["failed"]) == (["q0", "q1", "q2"], [])
 
 
 async def test_a_deleted_feed_leaves_nothing(start: Start, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.support.waiting import eventually
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.live import LiveFeed
 from vllm_rollout.parts.rounds.http import kept as kept_module
+from vllm_rollout.parts.rounds.http import resumed as resumed_module
 
 LONG = {0: 60, 1: 60}
 
@@ -276,6 +277,24 @@ async def test_a_group_with_too_many_tokens_to_keep_runs_again(app, http, engine
     batch = await take(http)
     assert "has more than" in batch["warnings"][0] or "have more than" in batch["warnings"][0]
     assert (batch["groups"][0]["staleness"], batch["groups"][0]["trajectories"][0]["num_resumed_tokens"]) == (0, 0)
+
+
+async def test_a_group_with_too_many_tokens_to_keep_goes_on_from_those_of_its_last_stop(
+    app, http, engine, monkeypatch
+) -> None:
+    await make(http, on_update="stop", batch=1, max_staleness=4)
+    await put(http, 0, 1)
+    await have_tokens(engine, 2)
+    await stop_and_go_on(app, engine, "step-1")
+    kept = feed_of(app).groups[0].before
+    await have_tokens(engine, 2)
+    monkeypatch.setattr(resumed_module, "keep", lambda *_: None)
+    await stop_and_go_on(app, engine, "step-2")
+    assert feed_of(app).groups[0].before is kept
+    batch = await take(http)
+    assert "goes on from its earlier tokens" in batch["warnings"][0]
+    totals = (await look(http))["totals"]
+    assert totals["generated_tokens"] - totals["wasted_tokens"] == 2 * 60
 
 
 async def test_groups_go_on_after_a_kill(start: Start, engine) -> None:  # noqa: F811

@@ -97,10 +97,19 @@ class AsyncFeed(FeedMethods):
     async def batches(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> AsyncGenerator[FeedBatch, None]:
         """Yield batches until every prompt that was put has come back. The last batch may be smaller.
 
-        Prompts may be put meanwhile. Raises: RolloutError, as `batch` does.
+        Prompts may be put meanwhile. If prompts have not come back since the batch before the end, a warning says so.
+
+        Raises: RolloutError, as `batch` does, and if prompts were put of which no group ever came.
         """
+        has_come = False
         while (batch := await self.batch(drain=True, timeout_s=timeout_s)).groups:
+            has_come = True
             yield batch
+        lost = _lost(batch)
+        if lost and not has_come and not batch.meter.trained.num_groups:
+            raise RolloutError(None, f"feed {self.id!r} gave no group. {lost}", "NoGroups")
+        if lost or batch.warnings:
+            warnings.warn(" ".join([f"feed {self.id!r} has ended. {lost}".strip(), *batch.warnings]), stacklevel=2)
 
     async def delete(self) -> None:
         """Delete the feed, and stop its groups. Raises: RolloutError (404)."""
@@ -120,6 +129,15 @@ class AsyncFeed(FeedMethods):
             is_gone = error.status in (None, HTTPStatus.NOT_FOUND)  # deleted before, or with its server
             if not is_gone and not any(exception):
                 warnings.warn(f"feed {self.id!r} is there still. Call delete() again: {error}", stacklevel=2)
+
+
+def _lost(batch: FeedBatch) -> str:
+    """Numbers of prompts that did not come back. Empty if all did."""
+    nums = {"failed": len(batch.failed), "filtered": len(batch.filtered), "dropped": len(batch.dropped)}
+    if not any(nums.values()):
+        return ""
+    told = f"Prompts since the batch before: {', '.join(f'{num} {fate}' for fate, num in nums.items())}."
+    return told + (f" The first one failed because {batch.failed[0].reason}" if batch.failed else "")
 
 
 class Feed(Blocked):

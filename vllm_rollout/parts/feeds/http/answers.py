@@ -165,6 +165,10 @@ class FeedAnswer(BaseModel):
     waits_for: WaitsFor
     """Reason why the next batch is not complete. `groups`: more have to complete. `older_groups`: a batch waits for
     groups that would become too old. `prompts`: put more. `weights`: nothing may start before a weights update with a
-    new name. `trainer`: a batch is complete, and may be taken. `harness`: nobody runs the feed's sessions."""
+    new name. `trainer`: a batch is complete, and may be taken. `harness`: nobody runs the feed's sessions. `fields`:
+    the server refuses the feed's fields, as `refusal` says."""
+    refusal: str | None
+    """Reason why the server refuses the feed's fields, such as a reward that it no longer has. No group starts. Null if
+    it refuses none. A request for a batch tries again."""
     totals: FeedTotals
     meter: FeedMeter

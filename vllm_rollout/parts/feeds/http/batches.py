@@ -138,6 +138,7 @@ def feed_answer(feed: LiveFeed) -> FeedAnswer:
         max_complete_bytes=rule.max_bytes,
         capacity=rule.capacity,
         waits_for=feed.waits_for,
+        refusal=feed.refusal,
         totals=FeedTotals(
             num_put=feed.queue.num_put,
             num_admitted=rule.num_admitted,

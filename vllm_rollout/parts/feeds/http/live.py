@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, replace
@@ -36,7 +36,11 @@ AGAIN_S = 1.0
 """Seconds until a group starts again that the engine could not take."""
 PASSING = (409, 429, 503)
 """Statuses of errors after which a group starts again."""
+MAX_STARTS = 16
+"""Groups that start in one turn of the event loop, so that a feed which fills lets other requests have turns."""
 MAX_WARNINGS = 16
+MAX_BAD_VERSIONS = 3
+"""Versions with logits that are not finite, under which a prompt fails in a row before it is given up."""
 
 
 @dataclass(slots=True)
@@ -71,16 +75,24 @@ class LiveFeed:
         model: str,
         engine: Engine,
         make_runner: Callable[[LiveFeed], GroupRunner],
+        check: Callable[[FeedRequest], Awaitable[object]],
         metrics: FeedMetrics,
         version: str | None,
         kept: Kept,
     ) -> None:
+        """`check`: raises a RequestError if the server cannot serve the feed's fields."""
         self.id, self.request, self.model, self.created = id, request, model, int(time.time())
         self.kept = kept
         self.is_held = False
         """True after a restart until weights are named. They may not be those of the feed before."""
-        self.bad_version = -1
-        """Version whose logits were not finite. No group starts under it."""
+        self.refusal: str | None = None
+        """Reason why the server refuses the feed's fields. No group starts meanwhile."""
+        self.bad_version = self.good_version = -1
+        """Version whose logits were not finite, under which no group starts, and one under which a group completed."""
+        self.bad_prompt = ""
+        """Prompt that found `bad_version`."""
+        self._bad_versions: dict[int, set[int]] = {}
+        """Versions whose logits were not finite for a prompt, by its turn."""
         self.rule = Feed(request.terms)
         self.versions = Versions(version)
         self.meter = BiasMeter()
@@ -92,11 +104,13 @@ class LiveFeed:
         self.since = SinceBatch()
         self.num_batches = self.generated_tokens = self.wasted_tokens = 0
         self.runner = make_runner(self)
-        self._engine, self._metrics = engine, metrics
+        self._engine, self._metrics, self._check = engine, metrics, check
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._context = copy_context()
         """Groups start in the context of the feed's client, whoever makes room for them."""
         self._changed = asyncio.Event()
+        self._admits_more: asyncio.Handle | None = None
+        """Starts the next groups of a feed that fills."""
 
     def checked(self, prompts: list[Prompt]) -> list[WaitingPrompt]:
         """Prompts with ids and turns of their own. Raises: RequestError (409) for an id that is in the feed."""
@@ -168,6 +182,28 @@ class LiveFeed:
         elif was_held and not self.is_held:
             self.admit()
 
+    async def check(self) -> None:
+        """Find out whether the server refuses the feed's fields. If it no longer does, groups start again.
+
+        Raises: RequestError if that cannot be said now.
+        """
+        before = self.refusal
+        try:
+            await self._check(self.request)
+            self.refusal = None
+        except RequestError as error:
+            if error.status in PASSING:
+                raise
+            self.refusal = str(error)
+        if self.refusal != before:
+            self.admit()
+
+    async def try_again(self) -> None:
+        """Go on if the server refused the feed's fields, and does so no more."""
+        if self.refusal is not None:
+            with suppress(RequestError):
+                await self.check()
+
     async def changed(self, timeout_s: float) -> None:
         """Wait until something has changed, but not longer than `timeout_s`."""
         changed = self._changed
@@ -205,13 +241,15 @@ class LiveFeed:
     def waits_for(self) -> WaitsFor:
         """The reason why there is no batch."""
         reason = self.rule.waits_for(len(self.queue), len(self.stopped))
+        if self.refusal is not None and reason != "trainer":
+            return "fields"
         is_idle = reason == "weights" and self._may_start and self.rule.capacity > 0
         return "harness" if is_idle and not self.runner.is_ready else reason
 
     @property
     def _may_start(self) -> bool:
-        """True if groups may start under the current weights."""
-        return not self.is_held and self.bad_version != self.rule.version
+        """True if groups may start with the feed's fields under the current weights."""
+        return not self.is_held and self.refusal is None and self.bad_version != self.rule.version
 
     async def close(self) -> None:
         """Stop all groups."""
@@ -226,20 +264,27 @@ class LiveFeed:
 
     def admit(self) -> None:
         """Let stopped groups go on unless a batch is complete, and start as many groups as there is room for."""
-        may_start = self._may_start and self.runner.is_ready
+        may_start = self._may_start and self.runner.is_ready and self._admits_more is None
         if may_start and not self.rule.is_ready:
             for number in sorted(self.stopped):
                 self._start(number)
             self.stopped.clear()
         if may_start:
             self.queue.start_long(self.rule.num_long(len(self.queue.deferred), len(self.queue.waiting)))
-        for _ in range(min(len(self.queue.waiting), self.rule.capacity) if may_start else 0):
+        num_to_start = min(len(self.queue.waiting), self.rule.capacity) if may_start else 0
+        if num_to_start > MAX_STARTS:
+            self._admits_more = asyncio.get_running_loop().call_soon(self._admit_more)
+        for _ in range(min(num_to_start, MAX_STARTS)):
             turn, prompt, _, is_long = self.queue.waiting.popleft()
             number = self.rule.admit(is_long=is_long)
             born = self.rule.running[number], self.versions.name
             self.groups[number] = AdmittedGroup(prompt, turn, self.request.group_size, *born, is_long=is_long)
             self._start(number)
         self._notify()
+
+    def _admit_more(self) -> None:
+        self._admits_more = None
+        self.admit()
 
     def _start(self, number: int) -> None:
         group = self.groups[number]
@@ -257,21 +302,32 @@ class LiveFeed:
             spawn(self._engine.calls.tell_groups(CANCEL_GROUPS, [*running]), "stopping a feed's groups")
 
     async def _run(self, number: int, group: AdmittedGroup) -> None:
-        reason: str | None = None
         try:
-            await self.runner.run(number, group)
+            reason = await self._failure(number, group)
         except RequestError as error:
-            if error.status in PASSING:
-                self.generated_tokens += group.num_tokens
-                self.wasted_tokens += group.num_tokens
-                await asyncio.sleep(error.retry_after_s or AGAIN_S)
-                self._again(number)
-                return
-            reason = str(error)
+            await asyncio.sleep(error.retry_after_s or AGAIN_S)
+            self.generated_tokens += group.num_tokens  # if it is dropped before, `_dropped` counts them
+            self.wasted_tokens += group.num_tokens
+            self._again(number)
+            return
         except Exception as error:  # the feed goes on without this group
             self._ended(number, group, f"our code failed: {error!r}")
             raise
         self._ended(number, group, reason)
+
+    async def _failure(self, number: int, group: AdmittedGroup) -> str | None:
+        """Run a group. Returns the error for which its prompt fails. Raises: RequestError for one that may pass."""
+        try:
+            await self.runner.run(number, group)
+        except RequestError as error:
+            if error.status not in PASSING:
+                await self.check()
+                if self.refusal is None:  # so it is the prompt that the server refuses
+                    return str(error)
+            raise
+        if group.saw_bad_weights and not group.is_complete:  # another API process may have got them
+            self.weights_named(await self._engine.current_weight_version())
+        return None
 
     def _ended(self, number: int, group: AdmittedGroup, reason: str | None) -> None:
         if number not in self.rule.running:  # it was dropped at its very end
@@ -279,26 +335,31 @@ class LiveFeed:
         self.generated_tokens += group.usage.generated_tokens
         name = group.prompt.id or ""
         if group.saw_bad_weights and not group.is_complete:
-            self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
-            self.wasted_tokens += group.usage.generated_tokens
-            if group.version == self.rule.version:  # others may have KV of earlier weights
-                self.bad_version = group.version
-            self._again(number)
-            return
+            if self._may_be_bad(group):
+                self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
+                self.wasted_tokens += group.usage.generated_tokens
+                self._again(number)
+                return
+            reason = NOT_FINITE
         for warning in group.warnings:
             self._warn(warning)
         if group.was_stopped:
-            num_kept = 0 if group.kept is None else group.kept.num_tokens
+            goes_on_with = group.kept or group.before
+            num_kept = 0 if goes_on_with is None else goes_on_with.num_tokens
             self.wasted_tokens += group.num_before + group.usage.generated_tokens - num_kept
             if group.kept is not None:
                 self.kept.stopped(group.turn, group.born, group.born_version, group.kept)
             self._again(number)
             return
-        if not group.is_complete:
-            reason = reason or (group.end and group.end.reason) or "its candidates were stopped."
+        if group.is_complete and group.version == self.rule.version:  # all of it ran under the current weights
+            self.good_version, self.bad_version = group.version, -1
+        filters = self.request.filter is not None
+        if not group.is_complete or (filters and group.size.reward is None):
+            lacks = "none of its answers has a reward." if group.is_complete else "its candidates were stopped."
+            reason = reason or (group.end and group.end.reason) or lacks
             self.since.failed.append(FailedPrompt(prompt_id=name, reason=reason))
             self._gave_up(number, "failed")
-        elif self.request.filter is not None and not group.teaches:
+        elif filters and not group.teaches:
             self.since.filtered.append(name)
             self._gave_up(number, "filtered")
         else:
@@ -309,6 +370,17 @@ class LiveFeed:
             self.kept.completed(group.turn, born, fields, group.json)
             self._put_back()
         self.admit()
+
+    def _may_be_bad(self, group: AdmittedGroup) -> bool:
+        """True if the weights may be why the logits of this group were not finite. False: its prompt is."""
+        versions = self._bad_versions.setdefault(group.turn, set())
+        versions.add(self.rule.version)
+        is_all_of_now = group.version == self.rule.version  # others may have KV of earlier weights
+        if len(versions) >= MAX_BAD_VERSIONS or (is_all_of_now and self.good_version == group.version):
+            return False
+        if is_all_of_now:
+            self.bad_version, self.bad_prompt = group.version, group.prompt.id or ""
+        return True
 
     def _forget(self, number: int, task: asyncio.Task[None]) -> None:
         if self._tasks[number] is task:  # a group that goes on has another one
@@ -375,6 +447,7 @@ class LiveFeed:
 
     def _over(self, fate: Fate, group: AdmittedGroup) -> None:
         usage = group.usage
+        self._bad_versions.pop(group.turn, None)
         self.wasted_tokens += usage.wasted_tokens if fate == "trained" else group.num_before + usage.generated_tokens
         if fate == "dropped" and self.request.on_stale == "defer":  # its prompt runs again
             return

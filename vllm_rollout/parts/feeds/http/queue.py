@@ -52,9 +52,9 @@ class PromptQueue:
         for position, prompt in enumerate(prompts):
             name = str(self.num_put + position) if prompt.id is None else prompt.id
             if name in alive:
-                named = "is" if prompt.id is not None else "is the number of this prompt's turn, its default, and is"
+                said = "is" if prompt.id is not None else "is the number of this prompt's turn, its default, and is"
                 raise RequestError(
-                    f"prompts.{position}.id: {name!r} {named} in this feed, and its group was not taken yet. Put it "
+                    f"prompts.{position}.id: {name!r} {said} in this feed, and its group was not taken yet. Put it "
                     "later, or under another id.",
                     status=409,
                     param=f"prompts.{position}.id",

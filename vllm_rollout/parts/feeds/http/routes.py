@@ -83,7 +83,7 @@ async def put_prompts(feed_id: str, body: PutRequest, request: Request) -> Respo
     "/v1/feeds/{feed_id}/batches",
     summary="Take a batch",
     response_model=FeedBatch,
-    responses={**ERRORS, **errors_of(410, 507), 504: {"model": ErrorAnswer, "description": NO_BATCH}},
+    responses={**ERRORS, **errors_of(409, 410, 507), 504: {"model": ErrorAnswer, "description": NO_BATCH}},
 )
 async def take_batch(feed_id: str, body: BatchRequest, request: Request) -> Response:
     """Wait for a batch of complete groups, and take it. The oldest groups come first.

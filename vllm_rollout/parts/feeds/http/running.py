@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from vllm_rollout.kernel.http.answers import DoneEvent, GroupEvent, Usage
+from vllm_rollout.kernel.http.answers import DoneEvent, GroupEvent, RewardEvent, Usage
 from vllm_rollout.kernel.http.engine import CandidateEnd, RequestError
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over, RolloutPart
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
@@ -40,7 +40,7 @@ class GroupEnd:
     size: GroupSize
     is_complete: bool = True
     reason: str | None = None
-    """Reason why it is not complete."""
+    """Reason why it is not complete, or why none of its answers has a reward."""
     teaches: bool = False
     """True if its rewards differ."""
 
@@ -157,12 +157,14 @@ class RolloutRunner:
             rollout.parts = [*rollout.parts, going_on(self._rollouts.engine, rollout, group)]
         rollout.labels = {"feed": self._feed_id, "group": number}
         group.rollout_id = rollout.id
-        groups = GroupsInJson()
+        groups, ungraded = GroupsInJson(), None
         async with aclosing(self._rollouts.events(rollout)) as events:
             async for event in events:
                 await groups.add(event)
-                if isinstance(event, GroupEvent):
-                    group.end, group.json = _end_of(event), groups.of(event.prompt_id)
+                if isinstance(event, RewardEvent):
+                    ungraded = event.reward_reason or ungraded
+                elif isinstance(event, GroupEvent):
+                    group.end, group.json = _end_of(event, ungraded), groups.of(event.prompt_id)
                 elif isinstance(event, DoneEvent):
                     group.usage, group.warnings = event.usage, event.warnings
         if group.refusal is not None:
@@ -178,10 +180,11 @@ class RolloutRunner:
         pass
 
 
-def _end_of(event: GroupEvent) -> GroupEnd:
+def _end_of(event: GroupEvent, ungraded: str | None) -> GroupEnd:
+    """`ungraded`: reason why a trajectory has no reward."""
     rewards = event.rewards
     size = GroupSize(event.lengths.mean, None if rewards is None else rewards.mean)
-    return GroupEnd(size, event.status == "complete", event.reason, rewards is not None and rewards.teaches)
+    return GroupEnd(size, event.status == "complete", event.reason or ungraded, rewards is not None and rewards.teaches)
 
 
 class _Lengths(RolloutPart):

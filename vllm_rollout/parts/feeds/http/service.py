@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from vllm_rollout.kernel.http.clients import client_namespace, id_of, owned_name
 from vllm_rollout.kernel.http.engine import Engine, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.parts import face
+from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http.answers import FeedAnswer
 from vllm_rollout.parts.feeds.http.batches import Batches, feed_answer
 from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
@@ -45,10 +47,15 @@ WAITS = {
     "older_groups": "it would leave running groups behind that are too old for the next batch.",
     "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Put more, or set drain.",
     "weights": "no group may start before weights with a new name come. The current ones are {name!r}.",
+    "old_weights": "the server has started anew. Give the newest weights again, under their old name {name!r} to "
+    "continue.",
+    "good_weights": "no group may start before weights with a new name come. Under {name!r}, prompt {bad!r} failed: "
+    "{not_finite}",
     "trainer": "one is complete, and another request takes it.",
     "harness": "no harness runs its sessions. Start one that reads GET /v1/feeds/{id}/events.",
+    "fields": "the server refuses the feed's fields. {refusal}",
 }
-"""Message for each reason why there is no batch."""
+"""Message for each reason why there is no batch, and for weights that are missing or bad."""
 
 
 of_sessions: Any = face("feeds", "harnesses")
@@ -90,12 +97,7 @@ class FeedService:
         id = request.id or f"feed-{uuid.uuid4().hex[:12]}"
         name = _name(id)
         if name not in self._feeds:
-            check = await self._rollouts.prepare(_rollout_request(request))
-            refusal = check.prompts[0].resume_refusal
-            if request.on_update == "stop" and refusal is not None:
-                raise RequestError(f'on_update: "stop" {str(refusal).removeprefix("resume: ")}', param="on_update")
-            if request.sessions is not None:
-                of_sessions.check_room(self._sessions(), request)
+            check = await self._check(request)
             version = await self._engine.current_weight_version()
             async with self._naming:
                 if name not in self._feeds:  # another request may have been faster
@@ -112,6 +114,8 @@ class FeedService:
                     return feed_answer(feed), True
         feed = self._feeds[name].feed
         _check_same(feed, request)
+        with suppress(RequestError):  # the feed may say later why its groups do not start
+            await feed.check()
         return feed_answer(feed), False
 
     async def read(self, id: str) -> FeedAnswer:
@@ -131,6 +135,7 @@ class FeedService:
         key = request.idempotency_key
         async with found.putting:
             self._check_there(id, found)
+            await found.feed.try_again()
             if key is not None and key in found.puts:
                 _check_repeat(key, request, found.puts[key])
             else:
@@ -147,7 +152,8 @@ class FeedService:
     async def take(self, id: str, request: BatchRequest) -> list[bytes]:
         """Wait for a batch, and take it. Returns a FeedBatch as JSON, in parts.
 
-        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch, 507 that names the key.
+        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch, 409 if the server
+        refuses the feed's fields, 507 that names the key.
         """
         found, began = self._find(id), time.monotonic()
         key = request.idempotency_key or f"batch-{uuid.uuid4().hex}"
@@ -157,7 +163,10 @@ class FeedService:
         async with _in_turn(found, request.timeout_s):
             await _written(found, key)
             await self._look()
+            await found.feed.try_again()
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
+                if found.feed.refusal is not None:
+                    raise _refused(found.feed)
                 left_s = began + request.timeout_s - time.monotonic()
                 if left_s <= 0:
                     raise _no_batch(found.feed, request.timeout_s)
@@ -216,6 +225,17 @@ class FeedService:
         for feed in self.live:
             feed.rule.max_bytes = MAX_BYTES // len(self._feeds)
 
+    async def _check(self, request: FeedRequest) -> Rollout:
+        """A rollout with the feed's fields, which does not run. Raises: RequestError for fields that the server cannot
+        serve."""
+        check = await self._rollouts.prepare(_rollout_request(request))
+        refusal = check.prompts[0].resume_refusal
+        if request.on_update == "stop" and refusal is not None:
+            raise RequestError(f'on_update: "stop" {str(refusal).removeprefix("resume: ")}', param="on_update")
+        if request.sessions is not None:
+            of_sessions.check_room(self._sessions(), request)
+        return check
+
     def _check_num_feeds(self) -> None:
         if len(self._feeds) >= MAX_FEEDS:
             raise RequestError(
@@ -225,7 +245,8 @@ class FeedService:
 
     def _feed(self, name: str, request: FeedRequest, model: str, version: str | None) -> LiveFeed:
         kept = Kept(self._store, name)
-        return LiveFeed(id_of(name), request, model, self._engine, self._runner, self._metrics, version, kept)
+        makers = self._runner, self._check
+        return LiveFeed(id_of(name), request, model, self._engine, *makers, self._metrics, version, kept)
 
     def _runner(self, feed: LiveFeed) -> GroupRunner:
         if feed.request.sessions is None:
@@ -337,13 +358,28 @@ def _check_repeat(key: str, request: PutRequest, digest: str | None) -> None:
         )
 
 
+def _refused(feed: LiveFeed) -> RequestError:
+    return RequestError(
+        f"feed {feed.id!r} stands still, because the server refuses its fields: {feed.refusal} Then repeat this "
+        "request: no prompt is lost.",
+        status=HTTPStatus.CONFLICT,
+    )
+
+
 def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
-    rule = feed.rule
-    why = WAITS[feed.waits_for].format(
+    rule, reason = feed.rule, str(feed.waits_for)
+    if reason == "weights" and feed.is_held:
+        reason = "old_weights"
+    elif reason == "weights" and feed.bad_version == rule.version:
+        reason = "good_weights"
+    why = WAITS[reason].format(
         running=len(rule.running),
         complete=len(rule.complete),
         batch=rule.terms.batch,
         name=feed.versions.name,
+        bad=feed.bad_prompt,
+        not_finite=NOT_FINITE,
         id=feed.id,
+        refusal=feed.refusal,
     )
     return RequestError(f"timeout_s: no batch within {timeout_s:g} s: {why}", status=HTTPStatus.GATEWAY_TIMEOUT)

@@ -19,11 +19,11 @@ from typing import Literal, NamedTuple
 
 OnStale = Literal["wait", "drop", "finish", "defer"]
 OnUpdate = Literal["keep", "recompute", "stop"]
-WaitsFor = Literal["groups", "older_groups", "prompts", "weights", "trainer", "harness"]
+WaitsFor = Literal["groups", "older_groups", "prompts", "weights", "trainer", "harness", "fields"]
 """Reason why there is no batch. `groups`: more groups have to complete. `older_groups`: without older groups that run,
 which would become too old, no batch is taken. `prompts`: nothing runs, and no prompt waits. `weights`: no group may
 start before the next weights update. `trainer`: a batch is complete, and may be taken. `harness`: nobody runs the
-sessions of a feed of sessions."""
+sessions of a feed of sessions. `fields`: the server refuses the feed's fields."""
 NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 """A version's name that ends with a number, as step-17."""
 MAX_BYTES = 4 << 30

@@ -69,8 +69,9 @@ class _StoppableGroup(GroupPart):
         ends = [end for end in record.ends.values() if _goes_on(end.ending)]
         blob, indices = await packed(record, ends, len(ends))
         if blob is None:
+            next_step = "starts anew" if group.before is None else "goes on from its earlier tokens"
             self._rollout.warnings.append(
-                f"prompt {record.prompt.id!r} starts anew: its candidates have more than {MAX_KEPT_BYTES} bytes."
+                f"prompt {record.prompt.id!r} {next_step}: its candidates have more than {MAX_KEPT_BYTES} bytes."
             )
         else:
             num_tokens = sum(record.ends[index].ending.num_tokens for index in indices)

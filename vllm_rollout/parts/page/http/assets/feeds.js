@@ -5,7 +5,7 @@ const FATES = ["admitted", "trained", "complete", "running", "filtered", "droppe
 const WAITS = {
   groups: "more groups to complete", older_groups: "older groups, which would become too old",
   prompts: "prompts", weights: "weights with a new name", trainer: "the trainer: a batch is complete",
-  harness: "a harness, which runs the sessions",
+  harness: "a harness, which runs the sessions", fields: "fields that the server can serve",
 };
 
 function feedOf(feed) {
