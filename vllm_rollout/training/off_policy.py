@@ -230,7 +230,7 @@ def kept_tokens(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top
     Returns: [..., vocabulary], bool. At least one token is kept, if logits over the temperature are finite.
 
     Raises: ValueError for a temperature that is not above 0, or top_p outside of (0, 1]. Sources: top-k: Fan et al.
-    2018. Top-p: Holtzman et al. 2020. The order and the ties are those of vLLM's sampler in PyTorch.
+    2018. Top-p: Holtzman et al. 2020. Order and ties are as in vLLM's sampler in PyTorch.
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")

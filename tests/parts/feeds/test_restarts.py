@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -63,6 +64,22 @@ def fill_disk(app: FastAPI, is_full: bool = True) -> None:
 
 async def complete(app: FastAPI, num: int) -> None:
     await eventually(lambda: len(app.state.feed_service._feeds["a"].feed.rule.complete) == num)
+
+
+async def refused_batch(app: FastAPI, http: httpx.AsyncClient, **fields: str) -> dict[str, Any]:
+    """The error of a request for a complete batch that met a full disk, which then has room again."""
+    await complete(app, 3)
+    wait_for_disk()
+    fill_disk(app)
+    error: dict[str, Any] = await take(http, 507, **fields)
+    fill_disk(app, False)
+    return error
+
+
+def assert_nothing_is_left(folder: Path) -> None:
+    with sqlite3.connect(folder / "feeds.sqlite") as disk:
+        for table in ("feeds", *TABLES):
+            assert disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,), table
 
 
 async def test_prompts_and_complete_groups_survive_a_kill(start: Start) -> None:
@@ -136,9 +153,7 @@ async def test_a_deleted_feed_leaves_nothing(start: Start, tmp_path: Path) -> No
         await put(http, 0, 5)
         await take(http)
         assert (await http.delete("/v1/feeds/a")).status_code == 204
-    database = sqlite3.connect(tmp_path / "feeds.sqlite")
-    for table in ("feeds", *TABLES):
-        assert database.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,), table
+    assert_nothing_is_left(tmp_path)
 
 
 async def test_a_disk_that_is_full_refuses_prompts_and_loses_no_batch(start: Start) -> None:
@@ -165,11 +180,7 @@ async def test_numbers_come_to_the_disk_after_the_batch_that_they_count(start: S
     async with http_of(app) as http:
         await make(http, max_staleness=0)
         await put(http, 0, 9)
-        await complete(app, 3)
-        wait_for_disk()
-        fill_disk(app)
-        await take(http, 507, idempotency_key="k0")
-        fill_disk(app, False)
+        await refused_batch(app, http, idempotency_key="k0")
         update(app, engine, "step-1")
         await kill(app)
     async with http_of(app := start(FakeEngine(weight_version="step-1"))) as http:
@@ -263,17 +274,12 @@ async def test_nothing_is_written_of_a_feed_that_is_being_deleted(start: Start, 
     async with http_of(app) as http:
         await make(http)
         await put(http, 0, 3)
-        await complete(app, 3)
-        wait_for_disk()
-        fill_disk(app)
-        await take(http, 507)
-        fill_disk(app, False)
+        await refused_batch(app, http)
         store, kept = app.state.feed_service._store, app.state.feed_service.live[0].kept
         store.delete("a")
         kept.left([], {})
         wait_for_disk()
-    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
-        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 6
+    assert_nothing_is_left(tmp_path)
 
 
 def test_the_end_of_a_block_warns_of_a_feed_that_it_could_not_delete(start: Start) -> None:
@@ -311,11 +317,7 @@ async def test_a_batch_that_a_request_without_a_key_took_comes_by_the_key_of_its
     async with http_of(app) as http:
         await make(http)
         await put(http, 0, 3)
-        await complete(app, 3)
-        wait_for_disk()
-        fill_disk(app)
-        error = await take(http, 507)
-        fill_disk(app, False)
+        error = await refused_batch(app, http)
         _, key, _ = error["message"].rsplit("'", 2)
         assert ids(await take(http, idempotency_key=key)) == ["q0", "q1", "q2"]
 
@@ -415,8 +417,7 @@ async def test_feeds_of_before_there_was_a_key_are_the_first_keys(start: Start, 
         assert await take(http, idempotency_key="k") == first
         await put(http, 8, 1)
         assert (await http.delete("/v1/feeds/a")).status_code == 204
-    with sqlite3.connect(tmp_path / "feeds.sqlite") as disk:
-        assert [disk.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("feeds", *TABLES)] == [(0,)] * 6
+    assert_nothing_is_left(tmp_path)
 
 
 async def test_deferred_prompts_wait_again_after_a_kill(start: Start) -> None:

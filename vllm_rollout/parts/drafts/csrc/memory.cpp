@@ -294,9 +294,9 @@ bool DraftMemory::evict(int64_t bytes) {
 
 // Takes sources, which stand in no list any more, out of the prompt's chains,
 // whose order stays, and frees their blocks. Of a chain the max_places_ most
-// recent places stay, which are those that drafts look at. So the cost is that
-// of the dead places, and not of all tokens of the prompt. A prompt that has
-// no other source is left as it is: drop_if_empty follows.
+// recent places stay, because drafts look at no others. So dead places cost
+// time, and not all tokens of the prompt. A prompt without another source is
+// left as it is: drop_if_empty follows.
 void DraftMemory::remove(Prompt& prompt,
                          std::vector<std::unique_ptr<Source>> dead) {
   bool has_blocks = false;

@@ -64,8 +64,8 @@ class AsyncFeed(FeedMethods):
         """Wait for a batch, and take it.
 
         drain: if no prompt waits and nothing runs, return the groups there are, perhaps none.
-        key: your name for the batch. A second call with the same key gives the same batch. None: a new key, or that
-        of a call that raised: the server may have taken its batch.
+        key: your name for the batch. A second call with this key gives this batch again. None: a new key, or the key
+        of a call that raised, because the server may have taken its batch.
         timeout_s: seconds to wait for the batch.
 
         Raises: RolloutError, 504 if there is no batch in time. Its message says what the batch waits for.

@@ -30,6 +30,7 @@ from vllm_rollout.parts.feeds.http.running import AdmittedGroup, GroupEnd, Group
 from vllm_rollout.parts.feeds.http.store import StoredFeed
 from vllm_rollout.parts.feeds.rules.bias import BiasMeter, Fate, GroupSize
 from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup, Versions, WaitsFor
+from vllm_rollout.parts.feeds.rules.finite import FiniteLogits
 from vllm_rollout.parts.weights.http import recomputed
 
 AGAIN_S = 1.0
@@ -39,8 +40,6 @@ PASSING = (409, 429, 503)
 MAX_STARTS = 16
 """Groups that start in one turn of the event loop, so that a feed which fills lets other requests have turns."""
 MAX_WARNINGS = 16
-MAX_BAD_VERSIONS = 3
-"""Versions with logits that are not finite, under which a prompt fails in a row before it is given up."""
 
 
 @dataclass(slots=True)
@@ -87,12 +86,8 @@ class LiveFeed:
         """True after a restart until weights are named. They may not be those of the feed before."""
         self.refusal: str | None = None
         """Reason why the server refuses the feed's fields. No group starts meanwhile."""
-        self.bad_version = self.good_version = -1
-        """Version whose logits were not finite, under which no group starts, and one under which a group completed."""
-        self.bad_prompt = ""
-        """Prompt that found `bad_version`."""
-        self._bad_versions: dict[int, set[int]] = {}
-        """Versions whose logits were not finite for a prompt, by its turn."""
+        self.finite = FiniteLogits()
+        """No group starts under its `bad_version`."""
         self.rule = Feed(request.terms)
         self.versions = Versions(version)
         self.meter = BiasMeter()
@@ -249,7 +244,7 @@ class LiveFeed:
     @property
     def _may_start(self) -> bool:
         """True if groups may start with the feed's fields under the current weights."""
-        return not self.is_held and self.refusal is None and self.bad_version != self.rule.version
+        return not self.is_held and self.refusal is None and self.finite.bad_version != self.rule.version
 
     async def close(self) -> None:
         """Stop all groups."""
@@ -335,7 +330,7 @@ class LiveFeed:
         self.generated_tokens += group.usage.generated_tokens
         name = group.prompt.id or ""
         if group.saw_bad_weights and not group.is_complete:
-            if self._may_be_bad(group):
+            if self.finite.blames_weights(group.turn, name, group.version, self.rule.version):
                 self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
                 self.wasted_tokens += group.usage.generated_tokens
                 self._again(number)
@@ -351,8 +346,8 @@ class LiveFeed:
                 self.kept.stopped(group.turn, group.born, group.born_version, group.kept)
             self._again(number)
             return
-        if group.is_complete and group.version == self.rule.version:  # all of it ran under the current weights
-            self.good_version, self.bad_version = group.version, -1
+        if group.is_complete:
+            self.finite.completed(group.version, self.rule.version)
         filters = self.request.filter is not None
         if not group.is_complete or (filters and group.size.reward is None):
             lacks = "none of its answers has a reward." if group.is_complete else "its candidates were stopped."
@@ -370,17 +365,6 @@ class LiveFeed:
             self.kept.completed(group.turn, born, fields, group.json)
             self._put_back()
         self.admit()
-
-    def _may_be_bad(self, group: AdmittedGroup) -> bool:
-        """True if the weights may be why the logits of this group were not finite. False: its prompt is."""
-        versions = self._bad_versions.setdefault(group.turn, set())
-        versions.add(self.rule.version)
-        is_all_of_now = group.version == self.rule.version  # others may have KV of earlier weights
-        if len(versions) >= MAX_BAD_VERSIONS or (is_all_of_now and self.good_version == group.version):
-            return False
-        if is_all_of_now:
-            self.bad_version, self.bad_prompt = group.version, group.prompt.id or ""
-        return True
 
     def _forget(self, number: int, task: asyncio.Task[None]) -> None:
         if self._tasks[number] is task:  # a group that goes on has another one
@@ -447,7 +431,7 @@ class LiveFeed:
 
     def _over(self, fate: Fate, group: AdmittedGroup) -> None:
         usage = group.usage
-        self._bad_versions.pop(group.turn, None)
+        self.finite.forget(group.turn)
         self.wasted_tokens += usage.wasted_tokens if fate == "trained" else group.num_before + usage.generated_tokens
         if fate == "dropped" and self.request.on_stale == "defer":  # its prompt runs again
             return

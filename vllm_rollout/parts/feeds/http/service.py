@@ -133,13 +133,13 @@ class FeedService:
         found = self._find(id)
         await self._look()
         key = request.idempotency_key
+        digest = None if key is None else await asyncio.to_thread(lambda: request.digest)  # many prompts take a while
         async with found.putting:
             self._check_there(id, found)
             await found.feed.try_again()
             if key is not None and key in found.puts:
-                _check_repeat(key, request, found.puts[key])
+                _check_repeat(key, digest, found.puts[key])
             else:
-                digest = None if key is None else request.digest
                 prompts = found.feed.checked(request.prompts)
                 self._check_room(prompts)
                 await found.feed.kept.put(key, digest, ((each.turn, as_json(each.prompt)) for each in prompts))
@@ -152,8 +152,8 @@ class FeedService:
     async def take(self, id: str, request: BatchRequest) -> list[bytes]:
         """Wait for a batch, and take it. Returns a FeedBatch as JSON, in parts.
 
-        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch, 409 if the server
-        refuses the feed's fields, 507 that names the key.
+        Raises: RequestError. 504: there is none in time. 410: the key is of an earlier batch. 409: the server refuses
+        the feed's fields. 507: the disk takes no batch, and the message names the key.
         """
         found, began = self._find(id), time.monotonic()
         key = request.idempotency_key or f"batch-{uuid.uuid4().hex}"
@@ -347,9 +347,9 @@ def _check_same(feed: LiveFeed, request: FeedRequest) -> None:
         )
 
 
-def _check_repeat(key: str, request: PutRequest, digest: str | None) -> None:
-    """Raises: RequestError (409) if the key was given to other prompts. `digest`: of those. None: it is not known."""
-    if digest not in (None, request.digest):
+def _check_repeat(key: str, digest: str | None, before: str | None) -> None:
+    """Raises: RequestError (409) if the key was given to other prompts. `before`: their digest, or None if unknown."""
+    if before not in (None, digest):
         raise RequestError(
             f"idempotency_key: {key!r} has put other prompts into this feed. Repeat them as they were, or take a new "
             "key.",
@@ -370,14 +370,14 @@ def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
     rule, reason = feed.rule, str(feed.waits_for)
     if reason == "weights" and feed.is_held:
         reason = "old_weights"
-    elif reason == "weights" and feed.bad_version == rule.version:
+    elif reason == "weights" and feed.finite.bad_version == rule.version:
         reason = "good_weights"
     why = WAITS[reason].format(
         running=len(rule.running),
         complete=len(rule.complete),
         batch=rule.terms.batch,
         name=feed.versions.name,
-        bad=feed.bad_prompt,
+        bad=feed.finite.bad_prompt,
         not_finite=NOT_FINITE,
         id=feed.id,
         refusal=feed.refusal,
