@@ -262,6 +262,35 @@ def test_an_adapter_is_loaded_again_under_its_name_while_the_old_one_runs(crowd:
     assert crowd.http.get("/health").status_code == 200
 
 
+def test_new_weights_of_one_policy_concern_neither_another_one_nor_the_base_model(
+    crowd: Server, tiny_model: str
+) -> None:
+    if not crowd.adapters:
+        pytest.skip("a server without adapters")
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    sampling = {"max_tokens": 400, "ignore_eos": True, "seed": 3}
+    with RolloutClient(str(crowd.http.base_url)) as client, ThreadPoolExecutor(3) as pool:
+        client.give_weights(tiny_model, "base-1")
+        for name, path in zip("xy", crowd.adapters, strict=False):
+            client.give_weights(path, f"{name}-1", adapter=name)
+        models = (crowd.http.get("/v1/models").json()["data"][0]["id"], "x", "y")
+        feeds = [client.feed(2, 1, max_staleness=0, model=model, sampling_params=sampling) for model in models]
+        assert [feed.info.weight_version for feed in feeds] == ["base-1", "x-1", "y-1"]
+        running = [pool.submit(client.rollout, [prompt], 2, model=each, sampling_params=sampling) for each in models]
+        crowd.wait_until(lambda: crowd.num_in_engine >= 6 or any(each.done() for each in running))
+        client.give_weights(crowd.adapters[2], "x-2", adapter="x")
+        groups = [each.result().groups[0] for each in running]
+        assert [feed.refresh().version for feed in feeds] == [0, 1, 0]
+        for feed in feeds:
+            feed.put([prompt])
+            assert feed.batch().groups[0].born_version == feed.info.weight_version
+            feed.delete()
+    assert [group.weight_versions for group in groups] == [["base-1"], ["x-1", "x-2"], ["y-1"]]
+    assert [group.off_policy for group in groups] == [False, True, False]
+    for name in "xy":
+        unload(crowd, name)
+
+
 def test_a_policy_whose_logits_are_not_finite_is_told_in_candidates_warnings_and_log(
     crowd: Server, tiny_model: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 
 from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
+from vllm_rollout.adapter.names import learned_name
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 
 OWN_CALLS = "rollout_"
 """Prefix of our own worker's methods. None of them brings weights."""
@@ -86,11 +88,9 @@ def _look(core: EngineCore, method: object, *args: Any, **kwargs: Any) -> None:
 
 
 def _look_at_adapter(core: EngineCore, adapter: Any, *args: Any, **kwargs: Any) -> None:
-    """Count an adapter that replaces another one in place as a weights change, because KV has one version for all
-    adapters.
-    """
+    """Count an adapter that replaces another one in place as a weights change of this adapter."""
     if adapter.load_inplace:
-        _count(core)
+        _count(core, learned_name(adapter))
 
 
 def _name(core: EngineCore, name: str) -> None:
@@ -109,13 +109,13 @@ def _name_outputs(core: EngineCore, outputs: dict[int, EngineCoreOutputs]) -> No
             each.weight_version = weights.version(weights.sampling)
 
 
-def _count(core: EngineCore) -> None:
+def _count(core: EngineCore, adapter: str = BASE_MODEL) -> None:
     Changes.num = max(Changes.num + 1, _asked(core, "rollout_count_change"))
-    _weights_came(core)
+    _weights_came(core, adapter)
 
 
-def _weights_came(core: EngineCore) -> None:
-    if core.scheduler.weights.have_come():
+def _weights_came(core: EngineCore, adapter: str = BASE_MODEL) -> None:
+    if core.scheduler.weights.have_come(adapter):
         core.scheduler.weights.clean = partial(_asked, core, "rollout_clean_kv")
 
 

@@ -60,4 +60,6 @@ groups. Returns the number of these candidates.
 """
 GIVE_UP: Operation[dict[str, list[int]], None] = Operation("give_up", dict[str, list[int]], None)
 """Stop running candidates as `surplus` in the next step, by group. Their API process needs them no more."""
+WEIGHT_VERSION: Operation[str, str] = Operation("weight_version", str, str)
+"""Name of the newest weights of an adapter that have a name. Another name than an adapter's: of the base model."""
 RANK_COUNTS: Operation[None, RankCounts] = Operation("rank_counts", None, RankCounts)

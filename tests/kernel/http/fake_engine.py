@@ -159,6 +159,7 @@ class FakeEngine:
     dies_at_step: int | None = None
     """The engine dies at that step of a group."""
     weight_version: str | None = None
+    adapter_versions: dict[str, str] = field(default_factory=dict)
     weight_version_from: Mapping[int, str] = field(default_factory=dict)
     """Output token -> the weight version from there on, after `weight_version`."""
     num_launch_places: int = 128
@@ -356,9 +357,9 @@ class FakeEngine:
     def prompt_text(self, prompt: PreparedPrompt) -> str:
         return _text(prompt.token_ids)
 
-    async def current_weight_version(self) -> str | None:
+    async def current_weight_version(self, model: str | None = None) -> str | None:
         self.check_alive()
-        return self.weight_version
+        return self.adapter_versions.get(model or "", self.weight_version)
 
     def _abort(self, names: Sequence[str]) -> list[str]:
         found = {id for id in self.groups if not names_of_group(id).isdisjoint(names)} - self.aborted

@@ -94,6 +94,18 @@ async def test_a_key_is_used_again_until_its_batch_has_come(server_url: str) -> 
         client.send = send
 
 
+def test_prompts_that_are_put_again_under_their_key_are_put_once(client: RolloutClient, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.client.feed.MAX_PROMPTS", 2)
+    with client.feed(**FEED, id="mine") as feed:
+        assert feed.put(["a", "b", "c"], key="step-1").totals.num_put == 3
+        again = client.feed(**FEED, id="mine")  # of a trainer that was started anew
+        assert again.put(["a", "b", "c"], key="step-1").totals.num_put == 3
+        with pytest.raises(RolloutError, match="has put other prompts") as other:
+            again.put(["a", "b", "d"], key="step-1")
+        assert other.value.status == 409
+        assert again.put(["a", "b", "d"]).totals.num_put == 6
+
+
 def test_a_single_prompt_is_refused(client: RolloutClient) -> None:
     with client.feed(**FEED) as feed, pytest.raises(TypeError, match="iterable of prompts"):
         feed.put("question")

@@ -52,10 +52,10 @@ async def look(http: httpx.AsyncClient) -> dict[str, Any]:
     return (await http.get("/v1/feeds/a")).json()
 
 
-def update(app: FastAPI, engine: FakeEngine, name: str) -> None:
+async def update(app: FastAPI, engine: FakeEngine, name: str) -> None:
     """New weights under this name, as `/update_weight_version` gives them."""
     engine.weight_version = name
-    app.state.feed_service.weights_named(name)
+    await app.state.feed_service.hear()
 
 
 def ids(batch: dict[str, Any]) -> list[str]:
@@ -78,7 +78,7 @@ async def test_batches_of_complete_groups_come_while_weights_come(app, http, eng
             assert group["born_version"] == f"step-{group['born']}"
             assert group["trajectories"][0]["weight_versions"]
         seen += ids(batch)
-        update(app, engine, f"step-{step + 1}")
+        await update(app, engine, f"step-{step + 1}")
     assert sorted(seen) == sorted(f"q{i}" for i in range(12))
     feed = await look(http)
     assert (feed["num_batches"], feed["version"], feed["waits_for"]) == (4, 4, "prompts")
@@ -152,7 +152,7 @@ async def test_a_batch_that_does_not_come_says_what_it_waits_for(app, http, engi
     assert "no prompt waits" in (await take(http, 504, timeout_s=0.05))["message"]
     await put(http, 0, 6)
     await take(http)
-    update(app, engine, "step-0")  # named twice: no update
+    await update(app, engine, "step-0")  # named twice: no update
     error = await take(http, 504, timeout_s=0.05)
     assert "weights with a new name" in error["message"]
     assert "'step-0'" in error["message"]
@@ -167,7 +167,7 @@ async def test_an_update_while_a_trainer_waits_is_in_the_version_of_its_batch(ap
     await put(http, 0, 6)
     waiting = asyncio.create_task(take(http))
     await eventually(lambda: engine.num_running == 12)
-    update(app, engine, "1")
+    await update(app, engine, "1")
     batch = await waiting
     assert (batch["version"], [group["staleness"] for group in batch["groups"]]) == (1, [1, 1, 1])
 
@@ -175,10 +175,10 @@ async def test_an_update_while_a_trainer_waits_is_in_the_version_of_its_batch(ap
 async def test_kv_of_running_groups_is_computed_again_if_the_feed_says_so(app, http, engine) -> None:
     engine.step_s, engine.lengths = 0.005, {0: 60, 1: 60}
     await make(http, on_update="recompute", batch=1)
-    update(app, engine, "1")  # nothing runs
+    await update(app, engine, "1")  # nothing runs
     await put(http, 0, 2)
     await eventually(lambda: engine.num_running == 4)
-    update(app, engine, "2")
+    await update(app, engine, "2")
     await eventually(lambda: bool(engine.recomputed))
     batches = [await take(http), await take(http)]
     ids = [group["rollout_id"] for batch in batches for group in batch["groups"]]
@@ -189,7 +189,7 @@ async def test_weights_that_go_back_are_an_update_and_a_warning(app, http, engin
     engine.weight_version = "step-9"
     await make(http)
     await put(http, 0, 6)
-    update(app, engine, "step-8")
+    await update(app, engine, "step-8")
     batch = await take(http)
     assert batch["version"] == 1
     assert "went back from 'step-9' to 'step-8'" in batch["warnings"][0]
@@ -201,10 +201,10 @@ async def test_groups_that_are_too_old_are_stopped_and_named(app, http, engine) 
     await make(http, on_stale="drop")
     await put(http, 0, 3)
     await eventually(lambda: engine.num_running == 6)
-    update(app, engine, "1")
+    await update(app, engine, "1")
     engine.lengths = {0: 1, 1: 1}
     await put(http, 3, 3)
-    update(app, engine, "2")
+    await update(app, engine, "2")
     await eventually(lambda: engine.num_aborted == 6)
     batch = await take(http)
     assert (batch["dropped"], sorted(ids(batch))) == (["q0", "q1", "q2"], ["q3", "q4", "q5"])
@@ -218,7 +218,7 @@ async def test_a_group_over_the_bound_is_returned_and_counted(app, http, engine)
     await make(http, on_stale="finish", max_staleness=0, batch=1)
     await put(http, 0, 1)
     await eventually(lambda: engine.num_running == 2)
-    update(app, engine, "1")
+    await update(app, engine, "1")
     batch = await take(http)
     assert (batch["num_over"], batch["max_staleness"], batch["groups"][0]["staleness"]) == (1, 1, 1)
 
@@ -241,7 +241,7 @@ async def test_no_prompt_is_lost_while_the_server_refuses_the_fields_of_its_feed
     waiting = asyncio.create_task(take(http, 409))
     await asyncio.sleep(0.01)
     engine.adapters = ()  # unloaded
-    update(app, engine, "step-1")
+    await update(app, engine, "step-1")
     message = (await waiting)["message"]
     assert "the server refuses its fields: model: 'b' is not served" in message
     assert "repeat this request" in message
@@ -253,7 +253,7 @@ async def test_no_prompt_is_lost_while_the_server_refuses_the_fields_of_its_feed
     engine.adapters = ("b",)
     for step in (2, 3, 4):
         batches.append(await take(http))
-        update(app, engine, f"step-{step}")
+        await update(app, engine, f"step-{step}")
     assert [each for batch in batches for each in ids(batch)] == [f"q{i}" for i in range(8)]
     assert all(batch["failed"] == [] for batch in batches)
     assert (await look(http))["refusal"] is None
@@ -266,7 +266,7 @@ async def test_complete_groups_come_although_the_server_refuses_the_fields_of_th
     await eventually(lambda: len(app.state.feed_service.live[0].rule.complete) == 2)
     engine.adapters = ()
     assert ids(await take(http)) == ["q0"]
-    update(app, engine, "step-1")
+    await update(app, engine, "step-1")
     await eventually(lambda: app.state.feed_service.live[0].refusal)
     assert (await look(http))["waits_for"] == "trainer"
     assert ids(await take(http)) == ["q1"]
@@ -373,7 +373,7 @@ async def test_tokens_of_a_group_that_is_dropped_before_it_starts_again_count_on
     feed.runner.run = fails
     await put(http, 0, 1)
     await eventually(lambda: ended)
-    update(app, engine, "1")
+    await update(app, engine, "1")
     await eventually(lambda: not feed._tasks)
     totals = (await look(http))["totals"]
     assert totals["generated_tokens"] == totals["wasted_tokens"] == ended[0]
@@ -390,11 +390,11 @@ async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engin
     assert re.search(f"Under 'good', prompt 'q[0-3]' failed: {re.escape(NOT_FINITE)}", error["message"])
     assert (await look(http))["num_waiting"] == 9
     engine.failures = {}
-    update(app, engine, "better")
+    await update(app, engine, "better")
     batch = await take(http)
     assert (ids(batch), batch["failed"]) == (["q0", "q1"], [])
     assert "NaN or infinite" in batch["warnings"][0]
-    update(app, engine, "best")
+    await update(app, engine, "best")
     assert [len((await take(http, drain=True))["groups"]) for _ in range(2)] == [2, 2]
 
 
@@ -417,7 +417,7 @@ async def test_a_prompt_that_is_not_finite_under_weights_that_are_good_fails(app
     batch = await take(http)
     assert ids(batch) == ["q1", "q2", "q3"]
     assert batch["failed"] == [{"prompt_id": "q0", "reason": NOT_FINITE}]
-    update(app, engine, "step-1")
+    await update(app, engine, "step-1")
     assert ids(await take(http)) == ["q4", "q5", "q6"]
 
 
@@ -428,7 +428,7 @@ async def test_a_prompt_that_is_not_finite_under_three_versions_in_a_row_fails(a
     await put(http, 0, 2)
     for step in (1, 2):
         assert "'q0' failed" in (await take(http, 504, timeout_s=0.2))["message"]
-        update(app, engine, f"step-{step}")
+        await update(app, engine, f"step-{step}")
     batch = await take(http)
     assert (ids(batch), batch["failed"]) == (["q1"], [{"prompt_id": "q0", "reason": NOT_FINITE}])
 
@@ -483,17 +483,52 @@ async def test_older_groups_have_a_lower_priority_number(app, http, engine) -> N
     await make(http, batch=1)
     await put(http, 0, 3)
     await take(http)
-    update(app, engine, "1")
+    await update(app, engine, "1")
     await take(http)
     await take(http, drain=True)
     assert seen[1:] == [("q0", 0), ("q1", 0), ("q2", 1)]
+
+
+async def test_groups_of_an_older_feed_do_not_start_behind_those_of_a_new_one(app, http, engine) -> None:
+    seen = {}
+    prepare = app.state.rollout_service.prepare
+
+    async def noted(request):
+        seen[request.prompts[0].id] = request.priority
+        return await prepare(request)
+
+    app.state.rollout_service.prepare = noted
+    await make(http, batch=1, max_staleness=0)
+    for step in range(3):
+        await put(http, step, 1)
+        await take(http)
+        await update(app, engine, str(step))
+    await make(http, id="b", batch=1)
+    await http.post("/v1/feeds/b/prompts", json={"prompts": [{"id": "new", "prompt": "p"}]})
+    await put(http, 3, 1)
+    await take(http)
+    assert (seen["q0"], seen["new"], seen["q3"]) == (0, 3, 3)
+
+
+async def test_new_weights_of_one_adapter_are_no_update_for_feeds_of_another(app, http, engine) -> None:
+    engine.adapters, engine.weight_version = ("x", "y"), "base"
+    for id in ("x", "y"):
+        await make(http, id=id, model=id, batch=1, max_staleness=0)
+    engine.adapter_versions = {"x": "x-1"}
+    await update(app, engine, "base")
+    feeds = [(await http.get(f"/v1/feeds/{id}")).json() for id in ("x", "y")]
+    assert [(feed["version"], feed["weight_version"]) for feed in feeds] == [(1, "x-1"), (0, "base")]
+    engine.adapter_versions = {}
+    await update(app, engine, "base-2")  # both adapters' weights
+    feeds = [(await http.get(f"/v1/feeds/{id}")).json() for id in ("x", "y")]
+    assert [feed["version"] for feed in feeds] == [2, 1]
 
 
 async def test_a_trainer_that_never_takes_leaves_no_more_groups_than_there_are_places(app, http, engine) -> None:
     await make(http, on_stale="finish")
     await put(http, 0, 40)
     for step in range(5):
-        update(app, engine, str(step))
+        await update(app, engine, str(step))
         await asyncio.sleep(0.05)
     feed = await look(http)
     assert feed["num_running"] + feed["num_complete"] == 6
@@ -511,14 +546,14 @@ async def test_a_feed_with_too_many_bytes_starts_no_group_before_a_batch_is_take
     feed = app.state.feed_service.live[0].rule
     await eventually(lambda: len(feed.complete) == 6)
     batches = [await take(http)]
-    update(app, engine, "1")  # without the bound three more groups would start
+    await update(app, engine, "1")  # without the bound three more groups would start
     seen = await look(http)
     assert (seen["num_complete"], seen["num_running"], seen["num_waiting"], seen["capacity"]) == (3, 0, 6, 0)
     assert seen["complete_bytes"] >= seen["max_complete_bytes"] == 2000
     assert seen["waits_for"] == "trainer"
     for step in range(3):
         batches.append(await take(http))
-        update(app, engine, f"{step + 2}")
+        await update(app, engine, f"{step + 2}")
     assert [each for batch in batches for each in ids(batch)] == [f"q{i}" for i in range(12)]
     assert "no more groups start before batches are taken" in batches[0]["warnings"][0]
 
@@ -563,7 +598,7 @@ async def test_deferred_prompts_run_again_together_without_spare_candidates(app,
     batches: list[dict[str, Any]] = []
     for step in range(1, 7):
         batches.append(await take(http, drain=True))
-        update(app, engine, str(step))
+        await update(app, engine, str(step))
     assert sorted(each for batch in batches for each in ids(batch)) == sorted(f"q{i}" for i in range(12))
     assert sorted(each for batch in batches for each in batch["deferred"]) == ["q0", "q3"]
     (long,) = [batch for batch in batches if "q0" in ids(batch)]

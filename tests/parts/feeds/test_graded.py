@@ -78,7 +78,7 @@ async def test_deferred_prompts_run_again_with_pruning_and_rewards(app, http, en
     await make(http, on_stale="defer", max_staleness=0, batch=2, redundancy=2, reward="even", pruning=PRUNING)
     await put(http, 0, 2)
     await eventually(lambda: engine.num_running == 8)
-    update(app, engine, "1")
+    await update(app, engine, "1")
     batch = await take(http)
     assert (batch["deferred"], batch["failed"], sorted(ids(batch))) == (["q0", "q1"], [], ["q0", "q1"])
     for group in batch["groups"]:

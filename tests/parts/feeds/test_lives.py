@@ -59,7 +59,7 @@ class Life:
 
     async def update(self) -> None:
         self.step += 1
-        update(self.app, self.engine, f"step-{self.step}")
+        await update(self.app, self.engine, f"step-{self.step}")
 
     def came(self, batch: dict[str, Any]) -> None:
         assert batch["failed"] == []
@@ -133,5 +133,5 @@ async def test_a_loop_over_several_epochs_gets_every_prompt(http, app, engine) -
         seen: list[str] = []
         while found := ids(await take(http, drain=True)):
             seen += found
-            update(app, engine, f"step-{(step := step + 1)}")
+            await update(app, engine, f"step-{(step := step + 1)}")
         assert sorted(seen) == [f"q{i}" for i in range(5)]

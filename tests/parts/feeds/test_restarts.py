@@ -89,7 +89,7 @@ async def test_prompts_and_complete_groups_survive_a_kill(start: Start) -> None:
         await make(http)
         await put(http, 0, 9, idempotency_key="p")
         first = await take(http, idempotency_key="k0")
-        update(app, engine, "step-1")
+        await update(app, engine, "step-1")
         await complete(app, 6)
         before = await look(http)
     after = FakeEngine()
@@ -119,7 +119,7 @@ async def test_groups_that_ran_run_again_once_the_weights_are_named(start: Start
         error = await take(http, 504, timeout_s=0.05)
         assert "Give the newest weights again, under their old name 'step-0' to continue." in error["message"]
         assert after.num_launched == 0
-        update(app, after, "step-0")
+        await update(app, after, "step-0")
         batch = await take(http)
         assert (batch["version"], ids(batch)) == (0, sorted(ids(batch)))
         assert after.num_launched >= 6
@@ -181,7 +181,7 @@ async def test_numbers_come_to_the_disk_after_the_batch_that_they_count(start: S
         await make(http, max_staleness=0)
         await put(http, 0, 9)
         await refused_batch(app, http, idempotency_key="k0")
-        update(app, engine, "step-1")
+        await update(app, engine, "step-1")
         await kill(app)
     async with http_of(app := start(FakeEngine(weight_version="step-1"))) as http:
         batch = await take(http, idempotency_key="k0")
@@ -202,10 +202,10 @@ async def test_prompts_that_left_before_a_kill_are_in_one_list_of_one_batch(star
         await put(http, 0, 3)
         await eventually(lambda: engine.num_running == 6)
         fill_disk(app, is_full)
-        update(app, engine, "step-1")  # drops three
+        await update(app, engine, "step-1")  # drops three
         wait_for_disk()
         fill_disk(app, False)
-        update(app, engine, "step-2")
+        await update(app, engine, "step-2")
         await kill(app)
     after = FakeEngine(weight_version="step-2")
     for i in range(2):
@@ -427,7 +427,7 @@ async def test_deferred_prompts_wait_again_after_a_kill(start: Start) -> None:
         await make(http, batch=2, max_staleness=0, on_stale="defer")
         await put(http, 0, 3)
         await eventually(lambda: engine.num_running == 4)
-        update(app, engine, "step-1")
+        await update(app, engine, "step-1")
         seen = await look(http)
         assert seen["num_deferred"] + seen["num_waiting"] + seen["num_running"] == 3
     async with http_of(start(after := FakeEngine())) as http:

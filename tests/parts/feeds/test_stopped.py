@@ -45,7 +45,7 @@ async def stop_and_go_on(app: Any, engine: FakeEngine, name: str) -> None:
     """Update the weights, and wait until all groups that ran go on."""
     feed = feed_of(app)
     before = {number: feed.groups[number] for number in feed.rule.running}
-    update(app, engine, name)
+    await update(app, engine, name)
 
     def go_on() -> bool:
         after = [feed.groups[number] for number in before]
@@ -99,8 +99,8 @@ async def test_updates_in_a_row_leave_a_span_each(app, http, engine) -> None:
         await have_tokens(engine, 2)
         await stop_and_go_on(app, engine, f"step-{step}")
     await have_tokens(engine, 2)
-    update(app, engine, "step-4")
-    update(app, engine, "step-5")  # at once: it goes on under the newest
+    await update(app, engine, "step-4")
+    await update(app, engine, "step-5")  # at once: it goes on under the newest
     batch = await take(http)
     for trajectory in batch["groups"][0]["trajectories"]:
         check_spans(trajectory, "step-0", "step-1", "step-2", "step-3", "step-5")
@@ -113,7 +113,7 @@ async def test_a_race_goes_on(app, http, engine) -> None:
     await put(http, 0, 1)
     await have_tokens(engine, 3, 12)  # the first one has finished
     before = engine.num_launched
-    update(app, engine, "step-1")
+    await update(app, engine, "step-1")
     await eventually(lambda: engine.num_launched == before + 3)
     (group,) = (await take(http))["groups"]
     assert [(each["index"], each["num_tokens"]) for each in group["trajectories"]] == [(0, 8), (2, 20)]
@@ -171,7 +171,7 @@ async def test_groups_wait_while_a_batch_is_complete_and_hold_their_places(app, 
     engine.lengths = LONG
     await put(http, 3, 6)
     await have_tokens(engine, 6)
-    update(app, engine, "step-1")
+    await update(app, engine, "step-1")
     await eventually(lambda: len(feed_of(app).stopped) == 3)
     seen = await look(http)
     assert (seen["num_running"], seen["num_stopped"], seen["waits_for"]) == (3, 3, "trainer")
@@ -206,13 +206,13 @@ async def test_tokens_survive_weights_that_are_not_finite(app, http, engine) -> 
     for each in engine.candidates.values():
         each.end_reason, each.token_ids = "failed", each.token_ids[: each.num_tokens + 1]
     engine.failures, engine.error = {0: 59, 1: 59}, NOT_FINITE
-    update(app, engine, "bad-2")
+    await update(app, engine, "bad-2")
     assert "weights with a new name" in (await take(http, 504, timeout_s=1))["message"]
     seen = await look(http)
     assert (seen["num_running"], seen["num_stopped"], seen["num_waiting"]) == (1, 1, 0)
     assert feed_of(app).groups[0].before is kept
     engine.failures = {}
-    update(app, engine, "step-2")
+    await update(app, engine, "step-2")
     batch = await take(http)
     assert "NaN or infinite" in batch["warnings"][0]
     for trajectory in batch["groups"][0]["trajectories"]:
@@ -225,7 +225,7 @@ async def test_a_group_that_the_engine_cannot_take_keeps_its_tokens(app, http, e
     await make(http, on_update="stop", batch=1)
     await put(http, 0, 1)
     await have_tokens(engine, 2)
-    update(app, engine, "step-1")
+    await update(app, engine, "step-1")
     await eventually(lambda: any(group.before for group in feed_of(app).groups.values()))
     engine.dies_at_step = 0
     await asyncio.sleep(0.1)
@@ -238,7 +238,7 @@ async def test_stopped_groups_that_are_too_old_are_dropped_with_their_tokens(app
     await make(http, on_update="stop", on_stale="drop", batch=1, max_staleness=0)
     await put(http, 0, 1)
     await have_tokens(engine, 2)
-    update(app, engine, "step-1")
+    await update(app, engine, "step-1")
     await eventually(lambda: engine.is_idle)
     batch = await take(http, drain=True)
     assert (batch["dropped"], batch["groups"]) == (["q0"], [])
@@ -250,7 +250,7 @@ async def test_a_feed_is_deleted_with_its_stopped_groups(app, http, engine) -> N
     await make(http, on_update="stop")
     await put(http, 0, 6)
     await have_tokens(engine, 12)
-    update(app, engine, "step-1")
+    await update(app, engine, "step-1")
     assert (await http.delete("/v1/feeds/a")).status_code == 204
     assert (engine.num_running, engine.groups) == (0, {})
 
@@ -272,7 +272,7 @@ async def test_a_group_with_too_many_tokens_to_keep_runs_again(app, http, engine
     await put(http, 0, 1)
     await have_tokens(engine, 2)
     monkeypatch.setattr(kept_module, "MAX_KEPT_BYTES", 1)
-    update(app, engine, "step-1")
+    await update(app, engine, "step-1")
     await eventually(lambda: engine.num_launched == 4)
     batch = await take(http)
     assert "has more than" in batch["warnings"][0] or "have more than" in batch["warnings"][0]
@@ -314,7 +314,7 @@ async def test_groups_go_on_after_a_kill(start: Start, engine) -> None:  # noqa:
         assert (seen["num_running"], seen["num_stopped"], seen["num_waiting"]) == (3, 3, 3)
         assert (seen["waits_for"], after.num_launched) == ("weights", 0)
         assert seen["meter"]["running"]["mean_tokens"] >= 3
-        update(app, after, "step-1")  # the version of before goes on
+        await update(app, after, "step-1")  # the version of before goes on
         batch = await take(http)
         assert (batch["version"], ids(batch), batch["max_staleness"]) == (1, ["q0", "q1", "q2"], 1)
         for group in batch["groups"]:
@@ -337,7 +337,7 @@ async def test_what_is_kept_and_damaged_runs_again(start: Start, engine) -> None
         app.state.feed_service._store._database.execute("UPDATE prompts SET kept = x'00'").connection.commit()
     app = start(after := FakeEngine())
     async with http_of(app) as http:
-        update(app, after, "step-1")
+        await update(app, after, "step-1")
         batch = await take(http)
         assert "starts anew" in batch["warnings"][0]
         assert (ids(batch), batch["groups"][0]["trajectories"][0]["num_resumed_tokens"]) == (["q0"], 0)
@@ -356,9 +356,9 @@ async def test_no_order_of_updates_and_batches_loses_a_prompt_or_a_token(app, ht
     while len(seen) < 16:
         await asyncio.sleep(chance.random() * 0.03)
         if chance.random() < 0.6:
-            update(app, engine, f"step-{(step := step + 1)}")
+            await update(app, engine, f"step-{(step := step + 1)}")
         if chance.random() < 0.5:
-            update(app, engine, f"step-{(step := step + 1)}")
+            await update(app, engine, f"step-{(step := step + 1)}")
             batch = await take(http, drain=True)
             seen += ids(batch) + batch["dropped"]
             for prompt_id, trajectories in by_prompt(batch).items():
@@ -388,7 +388,7 @@ async def test_no_kill_loses_a_prompt_or_returns_it_twice(start: Start, seed, on
                 await put(http, 0, 12)
             expected, is_new = await plain(http, 12, group_size=3), False
             for _ in range(chance.randint(2, 6)):
-                update(app, engine, f"step-{(step := step + 1)}")
+                await update(app, engine, f"step-{(step := step + 1)}")
                 await asyncio.sleep(chance.random() * 0.03)
                 if chance.random() < 0.4 and len(seen) < 12:
                     batch = await take(http, drain=True)

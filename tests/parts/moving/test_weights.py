@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
@@ -25,13 +26,15 @@ from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothin
 from tests.parts.moving.moving_runs import Ranks
 from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
 from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
-from vllm_rollout.kernel.call_table import RECOMPUTE
+from vllm_rollout.kernel.call_table import RECOMPUTE, WEIGHT_VERSION
 from vllm_rollout.kernel.core import weights as core_weights
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 from vllm_rollout.parts.moving.core.moving import GroupMoves, salt_to_move
 
 BLOCK_SIZE = 16
+SQL = LoRARequest("sql", 1, "/sql")
+ACTS = ["group", "other", "update", *["adapter"] * 2, "name", "abort", *["move"] * 2, "pause", "recompute", "steps"]
 NUM_SCHEDULES = int(os.environ.get("NUM_SCHEDULES", 40))
 SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 20 else ()) for seed in range(NUM_SCHEDULES)]
 """In each loop. 5,000 take a quarter of an hour."""
@@ -55,9 +58,17 @@ class KnownKV:
         self._weights: dict[int, int] = {}
         self.recomputed = 0
         """The weights by which all groups were computed again last."""
+        self.of_sql: set[int] = set() if other is None else other.of_sql
+        """Weights that only the adapter SQL has got. Others concern every request."""
         self._schedule, run.scheduler.schedule = run.scheduler.schedule, self.schedule
         self._sample, run.sample = run.sample, self.sample
         self._update, run.scheduler.update_from_output = run.scheduler.update_from_output, self.update_from_output
+
+    def current(self, request_id: str, weights: int | None = None) -> int:
+        """The newest weights up to these that concern a request."""
+        weights = Changes.num if weights is None else weights
+        skipped = self.of_sql if self.run.requests[request_id].lora_request is None else set()
+        return next(each for each in range(weights, -1, -1) if each not in skipped)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduled = self._schedule(*args, **kwargs)
@@ -70,18 +81,19 @@ class KnownKV:
         return scheduled
 
     def _compute(self, request_id: str, start: int, end: int) -> None:
-        born = self.born.setdefault(request_id, Changes.num)
+        now = self.current(request_id)
+        born = self.born.setdefault(request_id, now)
         (blocks,) = self.run.scheduler.kv_cache_manager.get_block_ids(request_id)
         places = [(blocks[position // BLOCK_SIZE], position % BLOCK_SIZE) for position in range(end)]
-        rests_on = min((self._oldest[place] for place in places[:start]), default=Changes.num)
+        rests_on = min((self._oldest[place] for place in places[:start]), default=now)
         others = {self._mixed[place] for place in places[:start] if place in self._mixed} - {request_id}
         if self.run.requests[request_id].cache_salt != "client":
             assert rests_on >= born, f"{request_id}, which began with {born}, reads KV of {rests_on}"
             assert not others, f"{request_id} reads KV of several weights, which is {others}'s"
         for place in places[start:]:
-            self._oldest[place] = min(rests_on, Changes.num)
+            self._oldest[place] = min(rests_on, now)
             self._mixed.pop(place, None)
-            if rests_on < Changes.num:
+            if rests_on < now:
                 self._mixed[place] = request_id
 
     def copy_of(self, blocks: list[int]) -> list[dict[int, tuple[int, str | None]]]:
@@ -128,7 +140,8 @@ class KnownKV:
     def born_anew(self) -> None:
         begun = (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
         requests = [candidate.request for candidate in self.run.scheduler.launched.values()]
-        self.born |= {request.request_id: Changes.num for request in requests if request.status in begun}
+        ids = [request.request_id for request in requests if request.status in begun]
+        self.born |= {id: self.current(id) for id in ids}
 
     def step(self) -> bool:
         goes_on = self.run.step()
@@ -141,7 +154,7 @@ class KnownKV:
         """Expected spans of the note."""
         spans: list[tuple[int, str]] = []
         for position, weights in enumerate(self.sampled.get(request_id, ())[: self.run.num_tokens(request_id)]):
-            version = self.run.scheduler.weights.version(weights)
+            version = self.run.scheduler.weights.version(self.current(request_id, weights))
             if not spans or spans[-1][1] != version:
                 spans.append((position, version))
         return spans
@@ -387,17 +400,18 @@ def test_random_schedules_show_no_stale_block_and_no_wrong_version(new_ranks, se
     live: dict[str, list[str]] = {}
     for number in range(40):
         run = chance.choice(runs)
-        act = chance.choice(
-            ["group", "other", "update", "update", "name", "abort", "move", "move", "pause", "recompute", "steps"]
-        )
+        act = chance.choice(ACTS)
         if act == "group":
             live[f"g{number}"] = add_prompts(run, f"g{number}", chance.choice(prompts), chance)
         elif act == "other":
-            run.add(f"o{number}", chance.randrange(1, 60), prompt_token_ids=chance.choice(prompts))
+            prompt, lora = chance.choice(prompts), chance.choice([None, SQL])
+            run.add(f"o{number}", chance.randrange(1, 60), prompt_token_ids=prompt, lora_request=lora)
             if chance.random() < 0.2:
                 run.requests[f"o{number}"].cache_salt = "client"
         elif act == "update":
             Changes.num += chance.choice([1, 1, 30])
+        elif act == "adapter":
+            load_sql(two)
         elif act == "name":
             if any(run.scheduler.weights.is_named_otherwise(f"v{number}") for run in runs):
                 Changes.num += 1
@@ -447,7 +461,19 @@ def add_prompts(run: TracedRun, group_id: str, prompt: list[int], chance: random
         [chance.randrange(1, 80) for _ in range(size)],
         chance.randrange(1, size + 1),
         prompt_token_ids=prompt,
+        lora_request=chance.choice([None, SQL]),
     )
+
+
+def load_sql(two: TwoRanks) -> None:
+    """Each rank hears of the adapter's new weights at once."""
+    weights = [known.run.scheduler.weights for known in two.known]
+    for each in weights:
+        each.have_come()
+    Changes.num += 1
+    two.known[0].of_sql.add(Changes.num)
+    for each in weights:
+        each.have_come("sql")
 
 
 class Model:
@@ -519,8 +545,48 @@ def test_an_engine_core_hears_of_new_weights_by_the_call_that_brought_them(core)
         core.collective_rpc("no such method")
     core.add_lora(SimpleNamespace(load_inplace=False))
     assert Changes.num == 1
-    core.add_lora(SimpleNamespace(load_inplace=True))
+    core.add_lora(LoRARequest("sql", 1, "/sql", load_inplace=True))
     assert Changes.num == 2
+
+
+def asked(core: Any, adapter: str) -> str:
+    return WEIGHT_VERSION.decode_result(
+        rollout_call(core, WEIGHT_VERSION.name, WEIGHT_VERSION.encode_argument(adapter))
+    )
+
+
+def test_weights_of_an_adapter_concern_its_requests_only(core, known):
+    run = known.run
+    (base,) = add_group(run, "g", [60], group_size=1)
+    (sql,) = add_group(run, "h", [60], group_size=1, lora_request=SQL)
+    steps(run, 20)
+    names = []
+    for load, name in (
+        (lambda: core.add_lora(LoRARequest("sql", 1, "/sql", load_inplace=True)), "sql-1"),
+        (lambda: core.add_lora(LoRARequest("math", 2, "/math", load_inplace=True)), "math-1"),
+        (lambda: core.collective_rpc("reload_weights"), None),
+        (lambda: core.set_weight_version("base-1"), None),
+        (lambda: core.add_lora(LoRARequest("sql", 1, "/sql", load_inplace=True)), None),
+    ):
+        load()
+        if name is not None:
+            core.set_weight_version(name)
+        names.append([asked(core, adapter) for adapter in ("", "sql", "math", "unknown")])
+        steps(run, 5)
+    assert names == [
+        ["default", "sql-1", "default", "default"],
+        ["default", "sql-1", "math-1", "default"],
+        ["default", "sql-1", "math-1", "default"],  # not named yet
+        ["base-1"] * 4,
+        ["base-1"] * 4,
+    ]
+    salts = [run.requests[id].cache_salt for id in (base, sql)]
+    assert run.scheduler.recompute(None) == 2
+    run.run()
+    assert [version for _, version in run.note(base).weights] == ["default", "base-1"]
+    assert [version for _, version in run.note(sql).weights] == ["default", "sql-1", "base-1", "4"]
+    assert salts == [None, None]
+    assert [run.requests[id].cache_salt for id in (base, sql)] == ["vllm_rollout/3", "vllm_rollout/4"]
 
 
 def test_prompts_that_wait_are_hashed_once_for_all_calls_that_bring_weights(core, known, monkeypatch):

@@ -51,8 +51,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """Called once, on the thread that stops the engine, while the engine still answers."""
         self.before_weights: Callable[[], Awaitable[None]] | None = None
         """Called before a trainer pauses the engine, lets it sleep or sends it weights."""
-        self.after_version: list[Callable[[str], None]] = []
-        """Called with the name of new weights, once the engine has it by a request to this API process."""
+        self.after_version: list[Callable[[], Awaitable[None]]] = []
+        """Called once the engine has a new name of its weights by a request to this API process."""
         self.door = Door()
         self.when_aborted: Callable[[set[str]], None] = lambda names: None
         """Called with the names of requests that a client aborts, in the process that takes the abort."""
@@ -223,7 +223,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     async def update_weight_version(self, new_version: str) -> None:
         await super().update_weight_version(new_version)
         for hear in self.after_version:
-            hear(new_version)
+            await hear()
 
     async def _weights_come(self) -> None:
         if self.before_weights is not None:

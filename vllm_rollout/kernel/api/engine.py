@@ -26,13 +26,14 @@ from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
-from vllm_rollout.kernel.call_table import RANK_COUNTS
+from vllm_rollout.kernel.call_table import RANK_COUNTS, WEIGHT_VERSION
 from vllm_rollout.kernel.http.engine import Kind, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.http.slices import Slices
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
-from vllm_rollout.kernel.rules.types import RankCounts
+from vllm_rollout.kernel.rules.prompt_key import kept_name
+from vllm_rollout.kernel.rules.types import BASE_MODEL, RankCounts
 
 LOOK_S, NUM_LOOKS = 0.05, 100
 """Seconds between two looks at the name of the weights while ranks have different ones, and the number of looks."""
@@ -131,16 +132,13 @@ class VLLMEngine(GroupRunner):
         _, params, _ = prompt.handle
         return prompt_text(self.client.model_config, prompt.token_ids, params)
 
-    async def current_weight_version(self) -> str | None:
+    async def current_weight_version(self, model: str | None = None) -> str | None:
+        adapter = BASE_MODEL if model is None else kept_name(model)
         for _ in range(NUM_LOOKS):
-            try:
-                version = await self.calls.unless_dead(self.client.get_weight_version())
-            except EngineDeadError as error:
-                raise engine_stopped() from error
-            except RuntimeError:  # another API process is naming them: not all ranks have the new name yet
-                await asyncio.sleep(LOOK_S)
-            else:
-                return None if version == UNNAMED_WEIGHTS else version
+            versions = {*await self.calls.call_all(WEIGHT_VERSION, adapter)}
+            if len(versions) == 1:
+                return None if (version := versions.pop()) == UNNAMED_WEIGHTS else version
+            await asyncio.sleep(LOOK_S)  # another API process is naming them: not all ranks have the new name yet
         raise RequestError(
             "the ranks of this server have weights of different names. Name their weights again "
             "(POST /update_weight_version).",

@@ -15,7 +15,15 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-from vllm_rollout.kernel.call_table import ABORT_REQUESTS, CANCEL_GROUPS, GIVE_UP, RANK_COUNTS, RECOMPUTE, Operation
+from vllm_rollout.kernel.call_table import (
+    ABORT_REQUESTS,
+    CANCEL_GROUPS,
+    GIVE_UP,
+    RANK_COUNTS,
+    RECOMPUTE,
+    WEIGHT_VERSION,
+    Operation,
+)
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.types import RankCounts
@@ -58,6 +66,7 @@ ANSWERS: Answers = {
     RECOMPUTE: lambda core, names: core.scheduler.recompute(None if names is None else frozenset(names)),
     CANCEL_GROUPS: lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     GIVE_UP: lambda core, candidates: core.scheduler.give_up(candidates),
+    WEIGHT_VERSION: lambda core, adapter: core.scheduler.weights.newest_of(adapter),
     RANK_COUNTS: lambda core, _: _rank_counts(core),
 }
 """The kernel's answers."""

@@ -550,7 +550,7 @@ class GroupSchedulerMixin:
             state=group.state(id.index),
             end_step=group.end_step(id.index),
             confidence=confidence_of(candidate, model_runner_output),
-            weights=self.weights.named(candidate.weights),
+            weights=self.weights.named(candidate.weights, learned_name(candidate.request.lora_request)),
             parts=self.group_steps.notes(id, group),
             ended_by_itself=candidate.end_reason == "stop",
             is_replaced=group.is_replaced(id.index),

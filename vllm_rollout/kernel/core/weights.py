@@ -2,7 +2,8 @@
 
 At a change, a request that has not begun gets another cache salt: it reads KV of the new weights only. A running
 request keeps its KV. Its later blocks are shared with no other request, because they depend on KV of both versions.
-`recompute` computes a request's KV again by the new weights only.
+`recompute` computes a request's KV again by the new weights only. New weights of a LoRA adapter change nothing for
+requests of other adapters and of the base model.
 
 Invariant: a request that begins after a change never reads a block from before it. If the client has salted a request,
 the salt stays, and the client is responsible for its blocks. Before the first change nothing is done.
@@ -11,6 +12,8 @@ the salt stays, and the client is responsible for its blocks. Before the first c
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -19,7 +22,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.weights import Changes
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 
 OWN_SALT = "vllm_rollout/"
 FIRST_VERSION = "default"
@@ -44,6 +49,8 @@ class Weights:
         self.sampling = Changes.num
         """Number of the change after which the last step that was read was computed."""
         self._names: dict[int, str] = {}
+        self._changes: defaultdict[str, list[int]] = defaultdict(list)
+        """Changes of single adapters by name. BASE_MODEL has all others, which concern every request."""
         self.workers_count = True
         """True if the workers are ours."""
         self.clean: Callable[[], int] | None = None
@@ -52,10 +59,17 @@ class Weights:
         self.is_paused = False
         """True while generation is paused. A server that sleeps has no KV."""
 
-    def have_come(self) -> bool:
-        """Note new weights. Returns True if there are any. Requests are salted later, once for several changes."""
+    def have_come(self, adapter: str = BASE_MODEL) -> bool:
+        """Note new weights. Returns True if there are any. Requests are salted later, once for several changes.
+
+        `adapter`: the last change is of this adapter only.
+        """
         before, self._known = self._known, Changes.num
-        return self._known != before
+        if self._known == before:
+            return False
+        self._changes[BASE_MODEL] += range(before + 1, self._known)
+        self._changes[adapter].append(self._known)
+        return True
 
     def look(self) -> None:
         """Salt requests anew if weights have changed. Called between two steps, before a step or a salt is needed."""
@@ -64,11 +78,11 @@ class Weights:
             return
         self._salted = self._known
         for request in self._scheduler.requests.values():
-            if not self._is_ours(request):
+            if not self._is_ours(request) or not self._may_be_stale(request):
                 continue
             has_begun = request.num_computed_tokens > 0  # also one that waits for more of its prompt
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and not has_begun:
-                salt(request, self._salt)
+                salt(request, self._salt(request))
             else:
                 self._isolate(request)
 
@@ -89,8 +103,8 @@ class Weights:
         """Salt a request that comes, for the first time or from another engine."""
         self.look()
         begins = request.cache_salt is None or (self._is_ours(request) and not request.num_output_tokens)
-        if begins and self._known != self._first:
-            salt(request, self._salt)
+        if begins and self._last(request) != self._first:
+            salt(request, self._salt(request))
 
     def arrives(self, request: Request) -> bool:
         """Salt a preempted request of another engine anew, if all groups here were computed again by the newest weights
@@ -131,7 +145,7 @@ class Weights:
     def preempted(self, request: Request) -> None:
         """Salt a preempted request anew, because its own blocks depend partly on older weights."""
         if self._may_be_stale(request) and self._is_ours(request):
-            salt(request, self._salt)
+            salt(request, self._salt(request))
 
     def _leave_kv(self, request: Request) -> None:
         """Let a preempted request, which may be stale, find no KV of older weights."""
@@ -169,18 +183,40 @@ class Weights:
         """Name of the newest weights."""
         return self.version(self._known)
 
-    def named(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, str]]:
-        """Versions in place of changes, each with its first token. Neighbours with the same name are merged."""
+    def newest_of(self, adapter: str) -> str:
+        """Name of the newest weights of an adapter that have a name. Other names than adapters': of the base model."""
+        changes = [self._changes.get(name, ()) for name in (BASE_MODEL, adapter)]
+        named = (next((each for each in reversed(its) if each in self._names), self._first) for its in changes)
+        return self.version(max(named))
+
+    def named(self, spans: Iterable[tuple[int, int]], adapter: str = BASE_MODEL) -> list[tuple[int, str]]:
+        """Versions of an adapter in place of changes, each with its first token. Neighbours with the same name are
+        merged.
+        """
         named: list[tuple[int, str]] = []
         for start, change in spans:
-            version = self.version(change)
+            version = self.version(self._last_of(adapter, change))
             if not named or named[-1][1] != version:
                 named.append((start, version))
         return named
 
-    @property
-    def _salt(self) -> str:
-        return f"{OWN_SALT}{self._known}"
+    def _last_of(self, adapter: str, change: int) -> int:
+        """The last change up to this one that concerns an adapter."""
+        if change > self._known:  # a worker's, which the engine core learns later
+            return change
+        last = self._first
+        for name in (BASE_MODEL, adapter):
+            changes = self._changes.get(name, ())
+            if num := bisect_right(changes, change):
+                last = max(last, changes[num - 1])
+        return last
+
+    def _last(self, request: Request) -> int:
+        """The last change that concerns a request."""
+        return self._last_of(learned_name(request.lora_request), self._known)
+
+    def _salt(self, request: Request) -> str:
+        return f"{OWN_SALT}{self._last(request)}"
 
     @staticmethod
     def _is_ours(request: Request) -> bool:
@@ -188,9 +224,9 @@ class Weights:
 
     def _may_be_stale(self, request: Request) -> bool:
         """True if the request may have begun before the last change. A client's own salt does not show this."""
-        if self._known == self._first:
+        if self._last(request) == self._first:
             return False
-        return not self._is_ours(request) or request.cache_salt != self._salt
+        return not self._is_ours(request) or request.cache_salt != self._salt(request)
 
     def _isolate(self, request: Request) -> None:
         """Give the request's later blocks hashes that no other request can have."""

@@ -243,8 +243,11 @@ class Engine(Protocol):
     def prompt_text(self, prompt: PreparedPrompt) -> str:
         """Text of the prompt's tokens."""
 
-    async def current_weight_version(self) -> str | None:
-        """Version of the weights in use. None if they have no name. Raises: EngineStopped."""
+    async def current_weight_version(self, model: str | None = None) -> str | None:
+        """Version of a served model's weights in use: of an adapter, or of the base model. None if they have no name.
+
+        Raises: EngineStopped.
+        """
 
     async def rank_counts(self) -> Mapping[int, RankCounts]:
         """Groups and counts of each living rank, by rank. Raises: EngineStopped."""

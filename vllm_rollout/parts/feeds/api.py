@@ -37,6 +37,6 @@ class FeedsApi(ApiPart):
                 self._store,
                 sessions=lambda: getattr(app.state, "session_service", None),
             )
-            client.after_version.append(feeds.weights_named)
+            client.after_version.append(feeds.hear)
             if (show := face("feeds", "shown")) is not None:
                 show(rollouts, feeds)

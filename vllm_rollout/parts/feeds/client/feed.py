@@ -7,7 +7,7 @@ import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm_rollout.config import MAX_PROMPTS
@@ -49,13 +49,20 @@ class AsyncFeed(FeedMethods):
         self.info = await self._client.send(feed_calls.feed(self.id))
         return self.info
 
-    async def put(self, prompts: Iterable[PromptLike]) -> FeedAnswer:
-        """Put prompts behind those that wait. Raises: RolloutError. TypeError for a single prompt."""
+    async def put(self, prompts: Iterable[PromptLike], *, key: str | None = None) -> FeedAnswer:
+        """Put prompts behind those that wait.
+
+        key: your name for these prompts. A second call with this key puts them once, also after a crash.
+
+        Raises: RolloutError, 409 if the key has put other prompts. TypeError for a single prompt.
+        """
         if isinstance(prompts, str | dict):
             raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
-        rest = iter(prompts)
-        while portion := list(islice(rest, MAX_PROMPTS)):
-            self.info = await self._client.send(feed_calls.put(self.id, portion))
+        rest, key = iter(prompts), key or feed_calls.new_key("put")
+        for number in count():
+            if not (portion := list(islice(rest, MAX_PROMPTS))):
+                break
+            self.info = await self._client.send(feed_calls.put(self.id, portion, f"{key}-{number}"))
         return self.info
 
     async def batch(

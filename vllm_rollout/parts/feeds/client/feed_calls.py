@@ -60,10 +60,10 @@ def delete_feed(id: str) -> Call[None]:
     return Call("DELETE", f"/v1/feeds/{id}", lambda _: None)
 
 
-def put(id: str, prompts: Iterable[PromptLike]) -> Call[FeedAnswer]:
-    """Put prompts behind those that wait. A repeated request puts them once."""
+def put(id: str, prompts: Iterable[PromptLike], key: str) -> Call[FeedAnswer]:
+    """Put prompts behind those that wait. A request repeated with its key puts them once."""
     bodies = [prompt_body(prompt, position) for position, prompt in enumerate(prompts)]
-    body = {"prompts": bodies, "idempotency_key": new_key("put")}
+    body = {"prompts": bodies, "idempotency_key": key}
     return Call("POST", f"/v1/feeds/{id}/prompts", typed(FeedAnswer), body)
 
 

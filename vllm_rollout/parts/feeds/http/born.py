@@ -11,6 +11,6 @@ class BornFields(BaseModel):
     born: int
     """Weights updates of the feed before the group started."""
     born_version: str | None
-    """Name of the weights with which the group started. Null if they had none."""
+    """Name of the weights when the group got its place. Its tokens are of these weights or of newer ones."""
     staleness: int
     """Weights updates between the start of the group and its batch."""

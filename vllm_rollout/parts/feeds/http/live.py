@@ -64,6 +64,13 @@ class SinceBatch:
         return cls(**{**state, "failed": failed})
 
 
+@dataclass(slots=True)
+class Updates:
+    """Weights updates of all feeds, by which a group of one feed is older than a group of another one."""
+
+    num: int = 0
+
+
 class LiveFeed:
     """One feed of a client."""
 
@@ -78,6 +85,7 @@ class LiveFeed:
         metrics: FeedMetrics,
         version: str | None,
         kept: Kept,
+        updates: Updates,
     ) -> None:
         """`check`: raises a RequestError if the server cannot serve the feed's fields."""
         self.id, self.request, self.model, self.created = id, request, model, int(time.time())
@@ -99,7 +107,7 @@ class LiveFeed:
         self.since = SinceBatch()
         self.num_batches = self.generated_tokens = self.wasted_tokens = 0
         self.runner = make_runner(self)
-        self._engine, self._metrics, self._check = engine, metrics, check
+        self._engine, self._metrics, self._check, self._updates = engine, metrics, check, updates
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._context = copy_context()
         """Groups start in the context of the feed's client, whoever makes room for them."""
@@ -273,7 +281,9 @@ class LiveFeed:
             turn, prompt, _, is_long = self.queue.waiting.popleft()
             number = self.rule.admit(is_long=is_long)
             born = self.rule.running[number], self.versions.name
-            self.groups[number] = AdmittedGroup(prompt, turn, self.request.group_size, *born, is_long=is_long)
+            group = AdmittedGroup(prompt, turn, self.request.group_size, *born, is_long=is_long)
+            group.priority = self._updates.num
+            self.groups[number] = group
             self._start(number)
         self._notify()
 
@@ -321,7 +331,7 @@ class LiveFeed:
                     return str(error)
             raise
         if group.saw_bad_weights and not group.is_complete:  # another API process may have got them
-            self.weights_named(await self._engine.current_weight_version())
+            self.weights_named(await self._engine.current_weight_version(self.model))
         return None
 
     def _ended(self, number: int, group: AdmittedGroup, reason: str | None) -> None:

@@ -68,6 +68,8 @@ class AdmittedGroup:
     """Candidates that have ended."""
     num_tokens: int = 0
     """New tokens of candidates that have ended."""
+    priority: int = 0
+    """A group of a lower number starts earlier, in all feeds of the server."""
     is_long: bool = False
     """True for a group of a long batch, which has no spare candidates."""
     version: int = 0
@@ -87,7 +89,7 @@ class AdmittedGroup:
     """Output to go on with, of a stopped group."""
     saw_bad_weights: bool = False
     """True if a candidate failed because logits were not finite."""
-    refusal: str | None = None
+    no_rank: str | None = None
     """Reason why it is not complete, if no rank took its candidates. One may take them later."""
 
     @property
@@ -113,7 +115,7 @@ class AdmittedGroup:
     def again(self) -> AdmittedGroup:
         """The group in which it goes on."""
         names = self.prompt, self.turn, self.group_size, self.born, self.born_version
-        return AdmittedGroup(*names, is_long=self.is_long, before=self.kept or self.before)
+        return AdmittedGroup(*names, priority=self.priority, is_long=self.is_long, before=self.kept or self.before)
 
 
 class GroupRunner(Protocol):
@@ -148,7 +150,7 @@ class RolloutRunner:
     async def run(self, number: int, group: AdmittedGroup) -> None:
         fields: Mapping[str, Any] = self._request.rollout_fields(is_long=group.is_long)
         prompts = [group.prompt.model_dump(mode="json", exclude_none=True)]
-        body = {**fields, "prompts": prompts, "priority": group.born}
+        body = {**fields, "prompts": prompts, "priority": group.priority}
         rollout = await self._rollouts.prepare(RolloutRequest.model_validate(body))
         rollout.parts = [*rollout.parts, _Lengths(group)]
         if self._request.on_update == "stop" and (going_on := face("feeds", "going_on")) is not None:
@@ -167,8 +169,8 @@ class RolloutRunner:
                     group.end, group.json = _end_of(event, ungraded), groups.of(event.prompt_id)
                 elif isinstance(event, DoneEvent):
                     group.usage, group.warnings = event.usage, event.warnings
-        if group.refusal is not None:
-            raise RequestError(group.refusal, status=HTTPStatus.SERVICE_UNAVAILABLE)
+        if group.no_rank is not None:
+            raise RequestError(group.no_rank, status=HTTPStatus.SERVICE_UNAVAILABLE)
 
     def events(self, name: str | None) -> AsyncGenerator[Any, None]:
         raise RequestError(
@@ -215,4 +217,4 @@ class _GroupLengths(GroupPart):
     def decided(self, over: Over) -> None:
         lost, result = self._record.lost, over.result
         if lost is not None and lost.no_rank and result.status == "incomplete":
-            self._group.refusal = result.reason
+            self._group.no_rank = result.reason

@@ -27,7 +27,7 @@ from vllm_rollout.parts.feeds.http.answers import FeedAnswer
 from vllm_rollout.parts.feeds.http.batches import Batches, feed_answer
 from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
 from vllm_rollout.parts.feeds.http.kept import Kept
-from vllm_rollout.parts.feeds.http.live import LiveFeed
+from vllm_rollout.parts.feeds.http.live import LiveFeed, Updates
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
 from vllm_rollout.parts.feeds.http.queue import WaitingPrompt, as_json
 from vllm_rollout.parts.feeds.http.running import GroupRunner, RolloutRunner
@@ -83,6 +83,7 @@ class FeedService:
         self._metrics = metrics.of(FeedMetrics)
         self._feeds: dict[str, Batches] = {}
         """Feeds by their clients' names for them."""
+        self._updates = Updates()
         self._naming = asyncio.Lock()
         """Held while a name is given or becomes free."""
         self._store = store
@@ -98,7 +99,7 @@ class FeedService:
         name = _name(id)
         if name not in self._feeds:
             check = await self._check(request)
-            version = await self._engine.current_weight_version()
+            version = await self._engine.current_weight_version(check.model)
             async with self._naming:
                 if name not in self._feeds:  # another request may have been faster
                     self._check_num_feeds()
@@ -121,7 +122,7 @@ class FeedService:
     async def read(self, id: str) -> FeedAnswer:
         """A feed as it is now. Raises: RequestError (404)."""
         found = self._find(id)
-        await self._look()
+        await self.look()
         return feed_answer(found.feed)
 
     async def delete(self, id: str) -> None:
@@ -131,7 +132,7 @@ class FeedService:
     async def put(self, id: str, request: PutRequest) -> FeedAnswer:
         """Add prompts. Raises: RequestError, 409 for the key of other prompts, 507 if too many wait."""
         found = self._find(id)
-        await self._look()
+        await self.look()
         key = request.idempotency_key
         digest = None if key is None else await asyncio.to_thread(lambda: request.digest)  # many prompts take a while
         async with found.putting:
@@ -162,7 +163,7 @@ class FeedService:
             return kept
         async with _in_turn(found, request.timeout_s):
             await _written(found, key)
-            await self._look()
+            await self.look()
             await found.feed.try_again()
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
                 if found.feed.refusal is not None:
@@ -171,7 +172,7 @@ class FeedService:
                 if left_s <= 0:
                     raise _no_batch(found.feed, request.timeout_s)
                 await found.feed.changed(min(left_s, LOOK_S))
-                await self._look()
+                await self.look()
                 self._check_there(id, found)
             await _written(found, key)
         self._metrics.waited(time.monotonic() - began)
@@ -189,10 +190,19 @@ class FeedService:
         """All feeds."""
         return [found.feed for found in self._feeds.values()]
 
-    def weights_named(self, version: str | None) -> None:
-        """The engine has weights of this name."""
-        for found in self._feeds.values():
-            found.feed.weights_named(version)
+    async def look(self) -> None:
+        """Tell each feed the name of its model's weights. Raises: RequestError."""
+        for model in {feed.model for feed in self.live}:
+            version = await self._engine.current_weight_version(model)
+            feeds = [feed for feed in self.live if feed.model == model]
+            self._updates.num += any(feed.versions.name != version for feed in feeds)
+            for feed in feeds:
+                feed.weights_named(version)
+
+    async def hear(self) -> None:
+        """Weights have a new name. `look` raises later what cannot be said now."""
+        with suppress(RequestError):
+            await self.look()
 
     async def _delete(self, id: str) -> None:
         async with self._naming:
@@ -206,9 +216,6 @@ class FeedService:
             finally:
                 self._share()
         await found.feed.close()
-
-    async def _look(self) -> None:
-        self.weights_named(await self._engine.current_weight_version())
 
     def _find(self, id: str) -> Batches:
         if (found := self._feeds.get(_name(id))) is None:
@@ -246,7 +253,7 @@ class FeedService:
     def _feed(self, name: str, request: FeedRequest, model: str, version: str | None) -> LiveFeed:
         kept = Kept(self._store, name)
         makers = self._runner, self._check
-        return LiveFeed(id_of(name), request, model, self._engine, *makers, self._metrics, version, kept)
+        return LiveFeed(id_of(name), request, model, self._engine, *makers, self._metrics, version, kept, self._updates)
 
     def _runner(self, feed: LiveFeed) -> GroupRunner:
         if feed.request.sessions is None:

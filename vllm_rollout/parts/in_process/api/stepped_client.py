@@ -165,6 +165,3 @@ class SteppedClient(GroupClient, EngineRequests):
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return self._engine.get_supported_tasks()
-
-    async def get_weight_version(self) -> str:
-        return self._engine.get_weight_version()

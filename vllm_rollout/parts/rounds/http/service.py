@@ -239,7 +239,7 @@ class RunService:
         live = await self._prepare(planned, as_before(id_of(name), planned.opened, request, planned.stored.memo), {})
         if live.ended is not None:
             await asyncio.to_thread(live.take_up, planned)
-        await self._see_weights(name)
+        await self._see_weights(planned.stored)
         # Last, because a step that failed after it would leave the round without release.
         live.owner = await self._owned(name, self._store.claim, name, planned.opened)
         return live
@@ -254,14 +254,15 @@ class RunService:
         planned = await self._stored(self._store.planned, stored.name, plan)
         live = await self._prepare(planned, request, bodies)
         memo, opened = request.memo(), planned.opened
-        await self._see_weights(stored.name)
+        await self._see_weights(stored)
         live.owner = await self._owned(stored.name, self._store.begin, stored.name, memo, plan, bodies, opened)
         return live
 
-    async def _see_weights(self, name: str) -> None:
+    async def _see_weights(self, stored: StoredRun) -> None:
         """Check that the weights are not those of a server that has started anew. Raises: RequestError (412)."""
         if self._store.is_durable:
-            await self._stored(self._store.see_weights, name, await self.engine.current_weight_version())
+            version = await self.engine.current_weight_version(stored.model)
+            await self._stored(self._store.see_weights, stored.name, version)
 
     async def _predicted(self, stored: StoredRun) -> dict[str, float]:
         """Mean lengths of waiting prompts by id, as far as they are known."""
@@ -282,7 +283,7 @@ class RunService:
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
             rounds: LiveRound = of_sessions.prepared(self.sessions, planned, request, prompts, filters=filters)
             if self._store.is_durable:
-                self._keep_groups_of(rounds, await self.engine.current_weight_version())
+                self._keep_groups_of(rounds, await self.engine.current_weight_version(stored.model))
             return rounds
         if defaults.resume:
             check_unchanged(request, defaults)
@@ -317,7 +318,8 @@ class RunService:
         ]
         # A filter by rewards that are posted would need those, too, and they come again with the groups.
         keeps_ended = self._store.is_durable and not (filters and not rollout.is_graded)
-        version = await self.engine.current_weight_version() if defaults.resume or keeps_ended else None
+        needs_version = defaults.resume or keeps_ended
+        version = await self.engine.current_weight_version(stored.model) if needs_version else None
         resumption = None
         if defaults.resume:
             check_resumable(rollout)
