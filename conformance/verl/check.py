@@ -445,7 +445,7 @@ def asynchronous_answers_come_back_over_updates(kit: Kit) -> dict[str, Any]:
 
 def groups_of(server: Any) -> list[dict[str, Any]]:
     """Groups of sessions as the server reports them. Runs in verl's server."""
-    service = server.engine.sessions
+    service = server.engine._rollouts._app.state.session_service
     return [service.read_group(name).model_dump() for _, name in service._groups]
 
 

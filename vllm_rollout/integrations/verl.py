@@ -45,7 +45,7 @@ def load_server() -> type:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     from vllm_rollout import AsyncLLM
-    from vllm_rollout.parts.sessions.http.body import FinishRequest
+    from vllm_rollout.parts.sessions.client.agent_session import end_session
 
     class RolloutServer(vLLMHttpServer):
         """verl's vLLM actor, with our scheduler.
@@ -73,9 +73,10 @@ def load_server() -> type:
             if self._has_sessions:
                 await self.engine.rollouts()
 
-        async def finish_session(self, session_id: str, reward: float | None = None, void: bool = False) -> str:
-            """End a session. Returns its state. Raises: RequestError."""
-            return (await self.engine.sessions.finish(session_id, FinishRequest(reward=reward, void=void))).state
+        async def finish_session(self, session_id: str) -> str:
+            """End a session. Returns its state. Raises: RolloutError."""
+            rollouts = await self.engine.rollouts()
+            return (await rollouts.ask(end_session(session_id, {}))).state
 
         async def generate(
             self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any

@@ -7,10 +7,15 @@ import asyncio
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
+import httpx
 import pytest
 
+from tests.parts.sessions.turns import Turns
 from tests.tools.integrations.conftest import Beside
+from vllm_rollout import AsyncLLM
+from vllm_rollout.parts.in_process.api.rollouts import Rollouts
 
 
 @dataclass
@@ -137,3 +142,14 @@ def test_without_spare_candidates_calls_are_verls(verl: ModuleType, custom: Any,
 def test_a_bad_redundancy_is_refused_when_the_server_is_made(verl: ModuleType, value: Any) -> None:
     with pytest.raises(ValueError, match=r"^rollout\.custom\.rollout_redundancy must be an integer of at least 0"):
         verl.load_server()(2, {"rollout_redundancy": value})
+
+
+async def test_a_loops_session_is_finished_in_the_engines_own_service(verl: ModuleType, turns: Turns) -> None:
+    engine = create_autospec(AsyncLLM, instance=True)  # it has no attribute that an AsyncLLM lacks
+    engine.rollouts.return_value = Rollouts(turns.app, engine)
+    server = verl.load_server()(2, {"rollout_sessions": True})
+    server.engine = engine
+    xargs = {"rollout_group_id": "g", "rollout_group_size": 1, "rollout_session": "s"}
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(turns.app), base_url="http://test")
+    (await http.post("/v1/completions", json={"prompt": "a", "logprobs": 0, "vllm_xargs": xargs})).raise_for_status()
+    assert await server.finish_session("s") == "finished"

@@ -26,6 +26,11 @@ UNWANTED = frozenset({"surplus", "pruned", "deferred", "void"})
 """States of a session in which its function is to stop."""
 
 
+def end_session(id: str, body: Mapping[str, Any]) -> Call[FinishAnswer]:
+    """`body`: fields of a FinishRequest."""
+    return Call("POST", f"/v1/sessions/{quote(id, safe='')}/finish", typed(FinishAnswer), body)
+
+
 class SessionLost(Exception):
     """The session has lost and needs no more turns. Do not catch this, so that the function ends."""
 
@@ -92,7 +97,7 @@ class AgentSession:
         return await self.end({} if reward is None else {"reward": as_reward(reward)})
 
     async def end(self, body: Mapping[str, Any]) -> FinishAnswer:
-        call = Call("POST", f"/v1/sessions/{quote(self.id, safe='')}/finish", typed(FinishAnswer), body)
+        call = end_session(self.id, body)
         self.is_ending = True
         while True:
             try:
