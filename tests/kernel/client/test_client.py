@@ -400,6 +400,14 @@ def test_an_address_without_http_is_told_at_once_and_not_waited_for(address):
         RolloutClient(address)
 
 
+@pytest.mark.parametrize("key", ["ключ", "line\n", "\x7f"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str) -> None:
+    for name in ("api_key", "admin_key"):
+        with pytest.raises(ValueError, match=f"{name} must have printable ASCII") as raised:
+            RolloutClient(**{name: key})
+        assert key not in str(raised.value)
+
+
 PROMPTS = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(5)]
 
 

@@ -182,7 +182,7 @@ class Connection:
         `num_retries`, `backoff_s`: retries after a connection error, only while no answer has come. The waits are
         backoff_s, 2 backoff_s, 4 backoff_s, … seconds. `transport`: an httpx transport in place of the network.
 
-        Raises: ValueError for an address that is not HTTP.
+        Raises: ValueError for an address that is not HTTP, and for a key that no header can have.
         """
         if httpx.URL(base_url).scheme not in ("http", "https"):
             raise ValueError(f"base_url must begin with http:// or https://, got {base_url!r}.")
@@ -190,6 +190,9 @@ class Connection:
         self._connect_timeout_s = connect_timeout_s
         self._num_retries, self._backoff_s = num_retries, backoff_s
         api_key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
+        for name, key in (("api_key", api_key), ("admin_key", admin_key)):
+            if strange := next((each for each in key or "" if not " " <= each <= "~"), None):
+                raise ValueError(f"{name} must have printable ASCII characters only, got {strange!r}. Look for a typo.")
         self.key_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         """Header with the API key. Empty without a key."""
         headers = self.key_headers | ({} if admin_key is None else {ADMIN_HEADER: admin_key})

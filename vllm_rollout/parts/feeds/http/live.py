@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from vllm_rollout.parts.feeds.http.kept import Kept
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
 from vllm_rollout.parts.feeds.http.queue import PromptQueue, WaitingPrompt
 from vllm_rollout.parts.feeds.http.running import AdmittedGroup, GroupEnd, GroupRunner, KeptOutput
+from vllm_rollout.parts.feeds.http.since import SinceBatch
 from vllm_rollout.parts.feeds.http.store import StoredFeed
 from vllm_rollout.parts.feeds.rules.bias import BiasMeter, Fate, GroupSize
 from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup, Versions, WaitsFor
@@ -39,29 +40,6 @@ PASSING = (409, 429, 503)
 """Statuses of errors after which a group starts again."""
 MAX_STARTS = 16
 """Groups that start in one turn of the event loop, so that a feed which fills lets other requests have turns."""
-MAX_WARNINGS = 16
-
-
-@dataclass(slots=True)
-class SinceBatch:
-    """Events since the last batch that the next one reports."""
-
-    dropped: list[str] = field(default_factory=list)
-    deferred: list[str] = field(default_factory=list)
-    filtered: list[str] = field(default_factory=list)
-    failed: list[FailedPrompt] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The events so far."""
-        return {name: [*getattr(self, name)] for name in self.__slots__}
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> SinceBatch:
-        """Raises: TypeError, ValueError."""
-        failed = [FailedPrompt.model_validate(each) for each in state.get("failed", [])]
-        return cls(**{**state, "failed": failed})
 
 
 @dataclass(slots=True)
@@ -169,7 +147,7 @@ class LiveFeed:
         """Note the name of the current weights. Another name than before is a weights update."""
         before = self.versions.name
         if name is not None and self.versions.goes_back(name):
-            self._warn(f"the weights went back from {before!r} to {name!r}. This counts as an update.")
+            self.since.warn(f"the weights went back from {before!r} to {name!r}. This counts as an update.")
         was_held = self.is_held
         self.is_held = was_held and name is None and before is not None
         if self.versions.is_new(name):
@@ -341,13 +319,13 @@ class LiveFeed:
         name = group.prompt.id or ""
         if group.saw_bad_weights and not group.is_complete:
             if self.finite.blames_weights(group.turn, name, group.version, self.rule.version):
-                self._warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
+                self.since.warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
                 self.wasted_tokens += group.usage.generated_tokens
                 self._again(number)
                 return
             reason = NOT_FINITE
         for warning in group.warnings:
-            self._warn(warning)
+            self.since.warn(warning)
         if group.was_stopped:
             goes_on_with = group.kept or group.before
             num_kept = 0 if goes_on_with is None else goes_on_with.num_tokens
@@ -390,7 +368,7 @@ class LiveFeed:
             self._tasks[number].cancel()
             self._again(number)
         if self.queue.waiting:
-            self._warn(
+            self.since.warn(
                 f"complete groups have {self.rule.num_bytes} bytes, at most {self.rule.max_bytes} may wait here: no "
                 "more groups start before batches are taken."
             )
@@ -424,7 +402,7 @@ class LiveFeed:
         else:
             self.since.dropped.append(group.prompt.id or "")
         if self.request.on_stale == "wait":
-            self._warn('the weights were updated without a batch in between: "wait" had to drop groups.')
+            self.since.warn('the weights were updated without a batch in between: "wait" had to drop groups.')
         task = self._tasks.get(number)
         if task is None or task.done():
             self._over("dropped", group)
@@ -449,10 +427,6 @@ class LiveFeed:
         self._metrics.over(fate)
         if fate not in ("trained", "dropped"):
             self.kept.left([group.turn], self.state)
-
-    def _warn(self, warning: str) -> None:
-        if warning not in self.since.warnings and len(self.since.warnings) < MAX_WARNINGS:
-            self.since.warnings.append(warning)
 
     def _notify(self) -> None:
         self._changed.set()
