@@ -107,6 +107,20 @@ async def test_nothing_starts_before_a_harness_comes(url, turns) -> None:
             assert (await feed.refresh()).num_harnesses == 1
 
 
+async def test_turns_of_older_groups_come_first(url, turns) -> None:
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        (group,) = (each for each in turns.service._groups.values() if session.id in each.declared)
+        return float(group.priority)
+
+    async with feed_at(url, batch=1) as feed, feed.agents(run):
+        for step in range(3):
+            await feed.put(prompts(1))
+            (group,) = (await feed.batch()).groups
+            assert [each.reward for each in group.trajectories] == [float(step)] * 2
+            update(turns, f"step-{step}")
+
+
 async def test_harnesses_share_the_groups_and_one_that_goes_loses_its_own(url, turns, monkeypatch) -> None:
     monkeypatch.setattr(harnesses, "AWAY_S", 0.05)
     monkeypatch.setattr(harnesses, "TICK_S", 0.05)

@@ -10,7 +10,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from tests.kernel.api.test_outputs import PROMPT
-from vllm_rollout.parts.sessions.api.turns import ended_at_once, heard
+from vllm_rollout.parts.sessions.api.turns import ended_at_once, heard, options_of
 
 
 @pytest.mark.anyio
@@ -33,6 +33,12 @@ async def test_a_turn_of_a_session_that_has_ended_has_the_form_that_was_asked_fo
     (choice,) = output.outputs
     assert (output.finished, output.prompt_token_ids, choice.finish_reason) == (True, [5, 6, 7], "abort")
     assert (choice.logprobs, output.prompt_logprobs) == (logprobs, prompt_logprobs)
+
+
+@pytest.mark.parametrize(("asked", "priority"), [({}, 3), ({"priority": 0}, 3), ({"priority": -1}, -1)])
+def test_a_turn_has_its_groups_priority_unless_its_client_names_one(asked, priority):
+    turn = SimpleNamespace(group=SimpleNamespace(priority=3))
+    assert options_of({**asked, "lora_request": None}, turn) == {"priority": priority, "lora_request": None}
 
 
 class Calls:

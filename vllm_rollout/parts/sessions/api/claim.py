@@ -40,7 +40,7 @@ class Turns:
 
     async def _run(self, turn: OpenTurn, asked: AskedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run the turn on its group's rank."""
-        client, params, options = self._client, asked.params, dict(asked.options)
+        client, params, options = self._client, asked.params, turns.options_of(asked.options, turn)
         max_model_len = client.vllm_config.model_config.max_model_len
         prompt = await turns.compared(self._service, turn, asked.prompt, max_model_len)
         if not turns.begin(self._service, turn):

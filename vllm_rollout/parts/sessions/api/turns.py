@@ -81,6 +81,11 @@ def params_of(params: SamplingParams, turn: OpenTurn) -> SamplingParams:
     return params
 
 
+def options_of(options: Mapping[str, Any], turn: OpenTurn) -> dict[str, Any]:
+    """Other arguments of `generate`, with the group's priority unless the request has one of its own."""
+    return {**options, "priority": options.get("priority") or turn.group.priority}
+
+
 def tag_of(turn: OpenTurn, params: SamplingParams) -> CandidateTag:
     interval = 1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS
     terms, said = TERMS, {}

@@ -150,6 +150,8 @@ class OpenGroup:
     """Start in Unix seconds."""
     rank: int | None = None
     """Rank of its last turn."""
+    priority: int = 0
+    """Priority of its turns, as vLLM's: a lower number comes first."""
     model: str | None = None
     """Model that its first turn asked for."""
     declared: list[str] | None = None
