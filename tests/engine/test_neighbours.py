@@ -114,14 +114,16 @@ def ours(chance: random.Random) -> Body:
 def beside_adapters(
     server: Server, pool: ThreadPoolExecutor, chance: random.Random, number: int
 ) -> list[Future[tuple[str, Body, int]]]:
-    """Requests for an adapter; the one of that name before still runs."""
+    """Requests for two adapters. Of x, the one of that name before still runs. y gets new weights in place."""
     if not server.adapters:
         return []
     if number:
         unload(server, "x")
     load(server, "x", server.adapters[number])
-    requests = [foreign(chance) for _ in range(6)]
-    return [pool.submit(send, server, path, {**body, "model": "x"}, leaves=False) for path, body in requests]
+    with RolloutClient(str(server.http.base_url)) as client:
+        client.give_weights(server.adapters[number], f"y-{number}", chance.choice(["keep", "recompute"]), adapter="y")
+    requests = [(path, {**body, "model": name}) for name in "xy" for path, body in [foreign(chance) for _ in range(4)]]
+    return [pool.submit(send, server, *request, leaves=False) for request in requests]
 
 
 def send(server: Server, path: str, body: Body, leaves: bool) -> tuple[str, Body, int]:
@@ -161,13 +163,13 @@ def test_groups_and_other_requests_of_every_kind_leave_each_other_alone(crowd: S
             crowd.http.post("/resume").raise_for_status()
         assert [said for future in others if (said := future.result())[2] >= 500] == []
         answers = [future.result() for future in groups]
-    if crowd.adapters:
-        unload(crowd, "x")
+    for name in "xy" if crowd.adapters else ():
+        unload(crowd, name)
     assert crowd.http.get("/health").status_code == 200
     for answer in answers:
         assert answer.status_code == 200, answer.text
         for group in answer.json()["groups"]:
-            assert group["status"] == "complete", group
+            assert (group["status"], group["off_policy"]) == ("complete", False), group
             for trajectory in group["trajectories"]:
                 assert len(trajectory["logprobs"]) == len(trajectory["token_ids"]) == trajectory["num_tokens"]
                 assert all(value is not None and value <= 0 for value in trajectory["logprobs"])
