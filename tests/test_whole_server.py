@@ -22,6 +22,7 @@ ENDPOINTS = {
     ("/v1/runs/{run_id}/rounds", "post"), ("/v1/runs/{run_id}/rounds/{number}", "delete"),
     ("/v1/engines", "get"), ("/v1/engines/advice", "get"), ("/v1/engines/{rank}/drain", "post"),
     ("/v1/engines/{rank}/restore", "post"), ("/v1/weights/recompute", "post"),
+    ("/v1/weights/adapter_version", "post"),
     ("/v1/groups", "post"), ("/v1/groups/{group_id}", "get"), ("/v1/groups/{group_id}", "delete"),
     ("/v1/sessions/events", "get"), ("/v1/sessions/{session_id}", "get"), ("/v1/sessions/{session_id}/finish", "post"),
     ("/v1/feeds", "post"), ("/v1/feeds/{feed_id}", "get"), ("/v1/feeds/{feed_id}", "delete"),

@@ -56,7 +56,7 @@ def listen_to_calls() -> None:
     for name, followed_by in (
         ("collective_rpc", _look),
         ("add_lora", _look_at_adapter),
-        ("set_weight_version", _name),
+        ("set_weight_version", name_weights),
         *([("_attach_weight_version", _name_outputs)] if has(WEIGHT_SPANS) else ()),
     ):
         method = getattr(EngineCore, name)
@@ -93,10 +93,14 @@ def _look_at_adapter(core: EngineCore, adapter: Any, *args: Any, **kwargs: Any) 
         _count(core, learned_name(adapter))
 
 
-def _name(core: EngineCore, name: str) -> None:
-    if core.scheduler.weights.is_named_otherwise(name):  # they have come by a way that is not counted
-        _count(core)
-    core.scheduler.weights.name(name)
+def name_weights(core: EngineCore, name: str, adapter: str = BASE_MODEL) -> None:
+    """Name the newest weights of an adapter, or those of the base model.
+
+    A trainer that knows only vLLM's call names an adapter's weights by it, too. It then counts for all models.
+    """
+    if core.scheduler.weights.is_named_otherwise(name, adapter):  # they have come by a way that is not counted
+        _count(core, adapter)
+    core.scheduler.weights.name(name, adapter)
 
 
 def _name_outputs(core: EngineCore, outputs: dict[int, EngineCoreOutputs]) -> None:

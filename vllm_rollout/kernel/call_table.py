@@ -61,5 +61,7 @@ groups. Returns the number of these candidates.
 GIVE_UP: Operation[dict[str, list[int]], None] = Operation("give_up", dict[str, list[int]], None)
 """Stop running candidates as `surplus` in the next step, by group. Their API process needs them no more."""
 WEIGHT_VERSION: Operation[str, str] = Operation("weight_version", str, str)
-"""Name of the newest weights of an adapter that have a name. Another name than an adapter's: of the base model."""
+"""The newest name that weights of an adapter were given. Any other name stands for the base model."""
+NAME_ADAPTER: Operation[tuple[str, str], None] = Operation("name_adapter", tuple[str, str], None)
+"""Name the newest weights of an adapter. The argument: adapter, version."""
 RANK_COUNTS: Operation[None, RankCounts] = Operation("rank_counts", None, RankCounts)

@@ -10,7 +10,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_rollout.kernel.api import engine as module
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
-from vllm_rollout.kernel.call_table import WEIGHT_VERSION, Operation
+from vllm_rollout.kernel.call_table import NAME_ADAPTER, WEIGHT_VERSION, Operation
 from vllm_rollout.kernel.http.engine import RequestError
 
 
@@ -54,3 +54,21 @@ async def test_a_new_name_is_told_once_the_engine_has_it(monkeypatch: pytest.Mon
     client.after_version = [hear]
     await client.update_weight_version("step-1")
     assert named == heard == ["step-1"]
+
+
+async def test_an_adapters_name_is_told_once_the_engine_has_it() -> None:
+    told: list[object] = []
+
+    async def call_all(operation: Operation[tuple[str, str], None], named: tuple[str, str]) -> None:
+        told.append((operation, named))
+
+    async def hear() -> None:
+        told.append("heard")
+
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.calls = SimpleNamespace(call_all=call_all)
+    engine.client = RolloutAsyncLLM.__new__(RolloutAsyncLLM)
+    engine.client.after_version = [hear]
+    engine.client.shutdown = lambda: None
+    await engine.name_adapter("sql", "step-3")
+    assert told == [(NAME_ADAPTER, ("sql", "step-3")), "heard"]

@@ -361,6 +361,9 @@ class FakeEngine:
         self.check_alive()
         return self.adapter_versions.get(model or "", self.weight_version)
 
+    async def name_adapter(self, adapter: str, version: str) -> None:
+        self.adapter_versions[adapter] = version
+
     def _abort(self, names: Sequence[str]) -> list[str]:
         found = {id for id in self.groups if not names_of_group(id).isdisjoint(names)} - self.aborted
         self.aborted |= found

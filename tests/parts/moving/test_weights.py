@@ -26,7 +26,7 @@ from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothin
 from tests.parts.moving.moving_runs import Ranks
 from vllm_rollout.adapter.compat import WEIGHT_SPANS, has
 from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
-from vllm_rollout.kernel.call_table import RECOMPUTE, WEIGHT_VERSION
+from vllm_rollout.kernel.call_table import NAME_ADAPTER, RECOMPUTE, WEIGHT_VERSION
 from vllm_rollout.kernel.core import weights as core_weights
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
@@ -555,31 +555,38 @@ def asked(core: Any, adapter: str) -> str:
     )
 
 
+def loads(core: Any, adapter: str) -> None:
+    core.add_lora(LoRARequest(adapter, 1, f"/{adapter}", load_inplace=True))
+
+
+def named(core: Any, adapter: str, version: str) -> None:
+    rollout_call(core, NAME_ADAPTER.name, NAME_ADAPTER.encode_argument((adapter, version)))
+
+
+def names(core: Any) -> list[str]:
+    return [asked(core, adapter) for adapter in ("", "sql", "math", "unknown")]
+
+
 def test_weights_of_an_adapter_concern_its_requests_only(core, known):
     run = known.run
     (base,) = add_group(run, "g", [60], group_size=1)
     (sql,) = add_group(run, "h", [60], group_size=1, lora_request=SQL)
     steps(run, 20)
-    names = []
-    for load, name in (
-        (lambda: core.add_lora(LoRARequest("sql", 1, "/sql", load_inplace=True)), "sql-1"),
-        (lambda: core.add_lora(LoRARequest("math", 2, "/math", load_inplace=True)), "math-1"),
-        (lambda: core.collective_rpc("reload_weights"), None),
-        (lambda: core.set_weight_version("base-1"), None),
-        (lambda: core.add_lora(LoRARequest("sql", 1, "/sql", load_inplace=True)), None),
-    ):
-        load()
-        if name is not None:
-            core.set_weight_version(name)
-        names.append([asked(core, adapter) for adapter in ("", "sql", "math", "unknown")])
-        steps(run, 5)
-    assert names == [
-        ["default", "sql-1", "default", "default"],
-        ["default", "sql-1", "math-1", "default"],
-        ["default", "sql-1", "math-1", "default"],  # not named yet
-        ["base-1"] * 4,
-        ["base-1"] * 4,
-    ]
+    loads(core, "sql")
+    named(core, "sql", "sql-1")
+    steps(run, 5)
+    assert names(core) == ["default", "sql-1", "default", "default"]
+    loads(core, "math")
+    named(core, "math", "math-1")
+    steps(run, 5)
+    assert names(core) == ["default", "sql-1", "math-1", "default"]
+    core.collective_rpc("reload_weights")
+    steps(run, 5)
+    assert names(core) == ["default", "sql-1", "math-1", "default"], "not named yet"
+    core.set_weight_version("base-1")
+    assert names(core) == ["base-1"] * 4
+    loads(core, "sql")
+    steps(run, 5)
     salts = [run.requests[id].cache_salt for id in (base, sql)]
     assert run.scheduler.recompute(None) == 2
     run.run()
@@ -587,6 +594,47 @@ def test_weights_of_an_adapter_concern_its_requests_only(core, known):
     assert [version for _, version in run.note(sql).weights] == ["default", "sql-1", "base-1", "4"]
     assert salts == [None, None]
     assert [run.requests[id].cache_salt for id in (base, sql)] == ["vllm_rollout/3", "vllm_rollout/4"]
+
+
+def test_two_trainers_that_load_and_name_their_adapters_at_once_do_not_swap_names(core):
+    for adapter in ("sql", "math"):
+        loads(core, adapter)
+    for adapter in ("sql", "math"):
+        named(core, adapter, f"{adapter}-1")
+    assert names(core) == ["default", "sql-1", "math-1", "default"]
+    assert Changes.num == 2
+    named(core, "sql", "sql-2")  # it was loaded by a way that is not counted
+    named(core, "math", "math-1")
+    assert names(core) == ["default", "sql-2", "math-1", "default"]
+    assert Changes.num == 3
+
+
+def test_vllms_own_call_names_the_weights_of_all_models(core, known):
+    (id,) = add_group(known.run, "g", [60], group_size=1)
+    steps(known.run, 5)
+    for adapter in ("sql", "math"):
+        loads(core, adapter)
+    core.set_weight_version("step-1")  # the base model's weights may be new, too
+    assert names(core) == ["step-1"] * 4
+    steps(known.run, 5)
+    core.collective_rpc("reload_weights")
+    loads(core, "sql")
+    core.set_weight_version("step-2")
+    assert (names(core), Changes.num) == (["step-2"] * 4, 5)
+    known.run.run()
+    assert [version for _, version in known.run.note(id).weights] == ["default", "step-1", "step-2"]
+
+
+def test_kv_of_all_models_is_void_if_an_adapter_has_left_kv_that_is_not_finite(core, known):
+    run = known.run
+    (id,) = add_group(run, "g", [60], group_size=1)
+    steps(run, 20)
+    core.model_executor.is_clean = False
+    loads(core, "sql")
+    run.add("late", 20)
+    run.scheduler.schedule()
+    assert run.requests[id].num_preemptions == 1
+    assert [run.requests[each].cache_salt for each in (id, "late")] == ["vllm_rollout/1"] * 2
 
 
 def test_prompts_that_wait_are_hashed_once_for_all_calls_that_bring_weights(core, known, monkeypatch):

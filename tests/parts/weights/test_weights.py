@@ -13,14 +13,14 @@ import httpx
 import pytest
 from vllm.model_executor.model_loader.weight_utils import filter_files_not_needed_for_inference
 
-from tests.kernel.http.fake_engine import FakeEngine
+from tests.kernel.http.fake_engine import MODEL, FakeEngine
 from tests.support.waiting import eventually
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.weight_files import OF_TRAINING, has_weights
 
 LOAD, NAME, RECOMPUTE = "/collective_rpc", "/update_weight_version", "/v1/weights/recompute"
-LOAD_ADAPTER = "/v1/load_lora_adapter"
+LOAD_ADAPTER, NAME_ADAPTER = "/v1/load_lora_adapter", "/v1/weights/adapter_version"
 
 
 class Routes:
@@ -72,7 +72,8 @@ def test_an_adapters_weights_take_the_place_of_those_of_its_name(folder: Path) -
         client.give_weights(folder, "step-3", kv="keep", adapter="sql")
         with pytest.raises(ValueError, match="weights of the adapter 'sql' must be a folder, got a function"):
             client.give_weights(lambda: None, "step-3", adapter="sql")
-    assert routes.asked == ["/pause", LOAD_ADAPTER, NAME, "/resume"]
+    assert routes.asked == ["/pause", LOAD_ADAPTER, NAME_ADAPTER, "/resume"]
+    assert json.loads(routes.bodies[NAME_ADAPTER]) == {"adapter": "sql", "version": "step-3"}
     assert json.loads(routes.bodies[LOAD_ADAPTER]) == {
         "lora_name": "sql", "lora_path": str(folder), "load_inplace": True,
     }  # fmt: skip
@@ -215,3 +216,17 @@ async def test_kv_of_older_weights_is_computed_again(engine: FakeEngine, http: h
     assert engine.recomputed == [None, sorted(names_of_request("rollout-1"))]
     answer = await http.post("/v1/weights/recompute", json={"request_ids": "rollout-1"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_ids")
+
+
+async def test_weights_of_an_adapter_get_a_name(engine: FakeEngine, http: httpx.AsyncClient) -> None:
+    engine.adapters = ("sql",)
+    body = {"adapter": "sql", "version": "step-3"}
+    assert (await http.post("/v1/weights/adapter_version", json=body)).status_code == 204
+    assert engine.adapter_versions == {"sql": "step-3"}
+    for refused, status, said in (
+        ({"adapter": MODEL}, 400, "is the base model"),
+        ({"adapter": "other"}, 404, "is not served"),
+        ({"version": ""}, 400, "version"),
+    ):
+        answer = await http.post("/v1/weights/adapter_version", json={**body, **refused})
+        assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True)

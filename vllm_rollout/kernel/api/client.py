@@ -222,6 +222,10 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
 
     async def update_weight_version(self, new_version: str) -> None:
         await super().update_weight_version(new_version)
+        await self.hear_version()
+
+    async def hear_version(self) -> None:
+        """Tell those who want to hear it that weights have a new name."""
         for hear in self.after_version:
             await hear()
 

@@ -26,7 +26,7 @@ from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
-from vllm_rollout.kernel.call_table import RANK_COUNTS, WEIGHT_VERSION
+from vllm_rollout.kernel.call_table import NAME_ADAPTER, RANK_COUNTS, WEIGHT_VERSION
 from vllm_rollout.kernel.http.engine import Kind, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.http.slices import Slices
@@ -144,6 +144,10 @@ class VLLMEngine(GroupRunner):
             "(POST /update_weight_version).",
             status=HTTPStatus.CONFLICT,
         )
+
+    async def name_adapter(self, adapter: str, version: str) -> None:
+        await self.calls.call_all(NAME_ADAPTER, (adapter, version))
+        await self.client.hear_version()
 
     async def rank_counts(self) -> dict[int, RankCounts]:
         return await self.calls.call_each(RANK_COUNTS, None)

@@ -15,10 +15,12 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
+from vllm_rollout.adapter.weights import name_weights
 from vllm_rollout.kernel.call_table import (
     ABORT_REQUESTS,
     CANCEL_GROUPS,
     GIVE_UP,
+    NAME_ADAPTER,
     RANK_COUNTS,
     RECOMPUTE,
     WEIGHT_VERSION,
@@ -67,6 +69,7 @@ ANSWERS: Answers = {
     CANCEL_GROUPS: lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     GIVE_UP: lambda core, candidates: core.scheduler.give_up(candidates),
     WEIGHT_VERSION: lambda core, adapter: core.scheduler.weights.newest_of(adapter),
+    NAME_ADAPTER: lambda core, named: name_weights(core, named[1], named[0]),
     RANK_COUNTS: lambda core, _: _rank_counts(core),
 }
 """The kernel's answers."""

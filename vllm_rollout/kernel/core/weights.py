@@ -5,8 +5,9 @@ request keeps its KV. Its later blocks are shared with no other request, because
 `recompute` computes a request's KV again by the new weights only. New weights of a LoRA adapter change nothing for
 requests of other adapters and of the base model.
 
-Invariant: a request that begins after a change never reads a block from before it. If the client has salted a request,
-the salt stays, and the client is responsible for its blocks. Before the first change nothing is done.
+Invariant: a request that begins after a change which concerns it never reads a block from before this change. If the
+client has salted a request, the salt stays, and the client is responsible for its blocks. Before the first change
+nothing is done.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class Weights:
         self._names: dict[int, str] = {}
         self._changes: defaultdict[str, list[int]] = defaultdict(list)
         """Changes of single adapters by name. BASE_MODEL has all others, which concern every request."""
+        self._newest: dict[str, int] = {}
+        """The newest of these changes that has a name."""
+        self._void = Changes.num
+        """Number of the change before which all KV is void, because some of it was not finite."""
         self.workers_count = True
         """True if the workers are ours."""
         self.clean: Callable[[], int] | None = None
@@ -96,6 +101,7 @@ class Weights:
             return
         clean, self.clean = self.clean, None
         if clean():
+            self._void, self._salted = self._known, -1
             self.recompute(list(self._scheduler.requests.values()))
             self.all_recomputed()
 
@@ -113,7 +119,7 @@ class Weights:
         Returns True if it is void.
         """
         self.look()
-        if self._recomputed != self._known or not self._may_be_stale(request):
+        if self._recomputed is None or self._recomputed < self._last(request) or not self._may_be_stale(request):
             return False
         self._leave_kv(request)
         return True
@@ -160,14 +166,22 @@ class Weights:
         self.sampling = change
         return True
 
-    def name(self, version: str) -> None:
-        """Name the newest weights."""
-        self._names[self._known] = version
+    def name(self, version: str, adapter: str = BASE_MODEL) -> None:
+        """Name the newest weights of an adapter. A name for BASE_MODEL also holds for later ones of adapters without a
+        name.
+        """
+        change = self._newest[adapter] = self._changes[adapter][-1] if self._changes[adapter] else self._first
+        self._names[change] = version
+        for other, changes in self._changes.items() if adapter == BASE_MODEL else ():
+            if changes and changes[-1] > change and changes[-1] not in self._names:
+                self._names[changes[-1]], self._newest[other] = version, changes[-1]
 
-    def is_named_otherwise(self, version: str) -> bool:
-        """True if a name belongs to weights whose arrival was not noticed."""
-        known = self._names.get(self._known, FIRST_VERSION if self._known == self._first else None)
-        return known is not None and known != version
+    def is_named_otherwise(self, version: str, adapter: str = BASE_MODEL) -> bool:
+        """True if a name belongs to weights of an adapter whose arrival was not noticed."""
+        changes = self._changes.get(adapter)
+        if not changes:
+            return adapter != BASE_MODEL or self._names.get(self._first, FIRST_VERSION) != version
+        return self._names.get(changes[-1], version) != version
 
     def version(self, change: int) -> str:
         """Name of the weights after a change. Without a name: the change's number, which is the same on all ranks."""
@@ -184,10 +198,8 @@ class Weights:
         return self.version(self._known)
 
     def newest_of(self, adapter: str) -> str:
-        """Name of the newest weights of an adapter that have a name. Other names than adapters': of the base model."""
-        changes = [self._changes.get(name, ()) for name in (BASE_MODEL, adapter)]
-        named = (next((each for each in reversed(its) if each in self._names), self._first) for its in changes)
-        return self.version(max(named))
+        """The newest name that weights of an adapter were given. Any other name stands for the base model."""
+        return self.version(max(self._newest.get(name, self._first) for name in (BASE_MODEL, adapter)))
 
     def named(self, spans: Iterable[tuple[int, int]], adapter: str = BASE_MODEL) -> list[tuple[int, str]]:
         """Versions of an adapter in place of changes, each with its first token. Neighbours with the same name are
@@ -212,8 +224,8 @@ class Weights:
         return last
 
     def _last(self, request: Request) -> int:
-        """The last change that concerns a request."""
-        return self._last_of(learned_name(request.lora_request), self._known)
+        """The last change that concerns the KV of a request."""
+        return max(self._void, self._last_of(learned_name(request.lora_request), self._known))
 
     def _salt(self, request: Request) -> str:
         return f"{OWN_SALT}{self._last(request)}"

@@ -249,5 +249,8 @@ class Engine(Protocol):
         Raises: EngineStopped.
         """
 
+    async def name_adapter(self, adapter: str, version: str) -> None:
+        """Name the newest weights of an adapter. `adapter`: as `adapter_name` returns it. Raises: EngineStopped."""
+
     async def rank_counts(self) -> Mapping[int, RankCounts]:
         """Groups and counts of each living rank, by rank. Raises: EngineStopped."""

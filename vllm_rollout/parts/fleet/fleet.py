@@ -62,7 +62,7 @@ REWARDS = re.compile(r"/v1/rollouts/([^/]+)/rewards")
 OF_ENGINE = re.compile(r"/v1/engines/(\d+)/(drain|restore)")
 TO_ALL = {
     "POST": {"/pause", "/resume", "/collective_rpc", "/update_weight_version", "/v1/weights/recompute"}
-    | {"/v1/load_lora_adapter"},
+    | {"/v1/load_lora_adapter", "/v1/weights/adapter_version"},
     "PUT": {"/v1/quality_head"},
 }
 TO_ANY = {"/v1/models", "/v1/votes"}

@@ -96,7 +96,7 @@ async def give_weights(
                 body = {"lora_name": adapter, "lora_path": str(Path(weights).resolve()), "load_inplace": True}
                 await self.send(_post("/v1/load_lora_adapter", body))
         sent = time.perf_counter()
-        name = await _name_version(self, version)
+        name = await _name_version(self, version, adapter)
         if kv == "recompute":  # after the name, which also counts weights that came unnoticed
             await self.send(_post("/v1/weights/recompute"))
     return GivenWeights(name, paused - began, sent - paused, time.perf_counter() - sent)
@@ -125,9 +125,12 @@ async def _paused(client: Sender) -> AsyncIterator[None]:
     await client.send(_post("/resume"))
 
 
-async def _name_version(client: Sender, version: str) -> str | None:
+async def _name_version(client: Sender, version: str, adapter: str | None) -> str | None:
+    call = _post("/update_weight_version", {"new_version": version})
+    if adapter is not None:
+        call = _post("/v1/weights/adapter_version", {"adapter": adapter, "version": version})
     try:
-        await client.send(_post("/update_weight_version", {"new_version": version}))
+        await client.send(call)
     except RolloutError as error:
         if error.status == HTTPStatus.NOT_FOUND:
             return None

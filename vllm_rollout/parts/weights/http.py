@@ -1,22 +1,25 @@
-"""The endpoint about KV that older weights have computed (docs/guides/asynchronous.md)."""
+"""Endpoints about new weights: KV that older ones have computed, and the names of adapters' weights
+(docs/guides/asynchronous.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictStr
 
 from vllm_rollout.kernel.call_table import RECOMPUTE
 from vllm_rollout.kernel.http.admin import require_admin
 from vllm_rollout.kernel.http.body import Body
 from vllm_rollout.kernel.http.boundary import RolloutRoute
-from vllm_rollout.kernel.http.engine import Engine
+from vllm_rollout.kernel.http.engine import Engine, RequestError
 from vllm_rollout.kernel.http.errors import ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import json_response
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.rules.request_names import names_of_request
+from vllm_rollout.kernel.rules.types import BASE_MODEL
 
 router = APIRouter(route_class=RolloutRoute, tags=["weights"])
 ROUTES = {70: router}
@@ -32,6 +35,15 @@ class RecomputeRequest(Body):
         max_length=MAX_REQUEST_IDS,
         description="Ids of rollouts, or of requests with `n`, as in `X-Request-Id` or in an answer. Default: all "
         "groups.",
+    )
+
+
+class AdapterVersionRequest(Body):
+    """A name for an adapter's new weights."""
+
+    adapter: Annotated[StrictStr, Field(min_length=1)] = Field(description="Served name of the adapter.")
+    version: Annotated[StrictStr, Field(min_length=1)] = Field(
+        description="Name of its weights, as in `weight_versions` of trajectories."
     )
 
 
@@ -59,6 +71,25 @@ async def recompute(request: Request, body: RecomputeRequest = ALL) -> Response:
     """
     service: RolloutService = request.app.state.rollout_service
     return json_response(RecomputeAnswer(num_candidates=await recomputed(service.engine, body.request_ids)))
+
+
+@router.post(
+    "/v1/weights/adapter_version",
+    summary="Name an adapter's weights",
+    status_code=204,
+    responses=ERRORS | errors_of(401, 404),
+    dependencies=[Depends(require_admin)],
+)
+async def name_adapter(request: Request, body: AdapterVersionRequest) -> Response:
+    """Name the newest weights of an adapter. `/update_weight_version` names those of all models."""
+    service: RolloutService = request.app.state.rollout_service
+    if (adapter := service.engine.adapter_name(body.adapter)) == BASE_MODEL:
+        raise RequestError(
+            f"adapter: {body.adapter!r} is the base model. Name its weights by POST /update_weight_version.",
+            param="adapter",
+        )
+    await service.engine.name_adapter(adapter, body.version)
+    return Response(status_code=204)
 
 
 async def recomputed(engine: Engine, ids: Iterable[str] | None) -> int:

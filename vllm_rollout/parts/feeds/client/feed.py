@@ -52,7 +52,8 @@ class AsyncFeed(FeedMethods):
     async def put(self, prompts: Iterable[PromptLike], *, key: str | None = None) -> FeedAnswer:
         """Put prompts behind those that wait.
 
-        key: your name for these prompts. A second call with this key puts them once, also after a crash.
+        key: your name for these prompts, of at most 250 characters. If you repeat the call with this key, after a crash
+        too, the prompts are not put again.
 
         Raises: RolloutError, 409 if the key has put other prompts. TypeError for a single prompt.
         """

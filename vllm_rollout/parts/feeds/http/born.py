@@ -11,6 +11,7 @@ class BornFields(BaseModel):
     born: int
     """Weights updates of the feed before the group started."""
     born_version: str | None
-    """Name of the weights when the group got its place. Its tokens are of these weights or of newer ones."""
+    """Name of the weights when the group got its place. Its tokens are of these weights or of newer ones. Null if
+    they had no name."""
     staleness: int
     """Weights updates between the start of the group and its batch."""

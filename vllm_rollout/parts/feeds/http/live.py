@@ -86,6 +86,8 @@ class LiveFeed:
         self.num_batches = self.generated_tokens = self.wasted_tokens = 0
         self.runner = make_runner(self)
         self._engine, self._metrics, self._check, self._updates = engine, metrics, check, updates
+        self._priority = updates.num
+        """Updates of all feeds before the current weights."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._context = copy_context()
         """Groups start in the context of the feed's client, whoever makes room for them."""
@@ -151,6 +153,7 @@ class LiveFeed:
         was_held = self.is_held
         self.is_held = was_held and name is None and before is not None
         if self.versions.is_new(name):
+            self._priority = self._updates.num
             dropped = [self._drop(number) for number in self.rule.updated()]
             self.kept.left([] if self.request.on_stale == "defer" else dropped, self.state)
             if self.request.on_update == "stop":
@@ -260,7 +263,7 @@ class LiveFeed:
             number = self.rule.admit(is_long=is_long)
             born = self.rule.running[number], self.versions.name
             group = AdmittedGroup(prompt, turn, self.request.group_size, *born, is_long=is_long)
-            group.priority = self._updates.num
+            group.priority = self._priority
             self.groups[number] = group
             self._start(number)
         self._notify()

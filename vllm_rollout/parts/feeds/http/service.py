@@ -122,7 +122,7 @@ class FeedService:
     async def read(self, id: str) -> FeedAnswer:
         """A feed as it is now. Raises: RequestError (404)."""
         found = self._find(id)
-        await self.look()
+        await self._look(found.feed.model)
         return feed_answer(found.feed)
 
     async def delete(self, id: str) -> None:
@@ -132,7 +132,7 @@ class FeedService:
     async def put(self, id: str, request: PutRequest) -> FeedAnswer:
         """Add prompts. Raises: RequestError, 409 for the key of other prompts, 507 if too many wait."""
         found = self._find(id)
-        await self.look()
+        await self._look(found.feed.model)
         key = request.idempotency_key
         digest = None if key is None else await asyncio.to_thread(lambda: request.digest)  # many prompts take a while
         async with found.putting:
@@ -163,7 +163,7 @@ class FeedService:
             return kept
         async with _in_turn(found, request.timeout_s):
             await _written(found, key)
-            await self.look()
+            await self._look(found.feed.model)
             await found.feed.try_again()
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
                 if found.feed.refusal is not None:
@@ -172,7 +172,7 @@ class FeedService:
                 if left_s <= 0:
                     raise _no_batch(found.feed, request.timeout_s)
                 await found.feed.changed(min(left_s, LOOK_S))
-                await self.look()
+                await self._look(found.feed.model)
                 self._check_there(id, found)
             await _written(found, key)
         self._metrics.waited(time.monotonic() - began)
@@ -190,19 +190,11 @@ class FeedService:
         """All feeds."""
         return [found.feed for found in self._feeds.values()]
 
-    async def look(self) -> None:
-        """Tell each feed the name of its model's weights. Raises: RequestError."""
-        for model in {feed.model for feed in self.live}:
-            version = await self._engine.current_weight_version(model)
-            feeds = [feed for feed in self.live if feed.model == model]
-            self._updates.num += any(feed.versions.name != version for feed in feeds)
-            for feed in feeds:
-                feed.weights_named(version)
-
     async def hear(self) -> None:
-        """Weights have a new name. `look` raises later what cannot be said now."""
-        with suppress(RequestError):
-            await self.look()
+        """Weights of some model have a new name. Later requests raise what cannot be said now."""
+        for model in {feed.model for feed in self.live}:
+            with suppress(RequestError):
+                await self._look(model)
 
     async def _delete(self, id: str) -> None:
         async with self._naming:
@@ -216,6 +208,14 @@ class FeedService:
             finally:
                 self._share()
         await found.feed.close()
+
+    async def _look(self, model: str) -> None:
+        """Tell a model's feeds the name of its weights. Raises: RequestError."""
+        version = await self._engine.current_weight_version(model)
+        feeds = [feed for feed in self.live if feed.model == model]
+        self._updates.num += version is not None and any(feed.versions.name != version for feed in feeds)
+        for feed in feeds:
+            feed.weights_named(version)
 
     def _find(self, id: str) -> Batches:
         if (found := self._feeds.get(_name(id))) is None:

@@ -1,4 +1,4 @@
-"""What has happened in a feed since its last batch. Invariant: each event is in one batch."""
+"""Events of a feed since its last batch. Invariant: each is in one batch."""
 
 from __future__ import annotations
 
