@@ -14,6 +14,8 @@ from conformance.trl.training import FLAGS, Run, by_variety, train
 from vllm_rollout.integrations.trl_agents import TRLAgents
 
 CALL = r'<tool_call>\n\{"name": "calculate", "arguments": \{"terms": "[1-9]{1,2} \+ [1-9]{1,2}"\}\}\n</tool_call>'
+SAME_TOKENS = (*FLAGS, "--dtype", "float32")
+"""In float32 no two tokens are as likely, whatever the other requests of a batch are."""
 SIZE = 2
 PROMPTS = [[{"role": "user", "content": QUESTION}], [{"role": "user", "content": "What is 1 + 2?"}]]
 SETTINGS: dict[str, Any] = {
@@ -86,7 +88,7 @@ def environments_get_the_turns_of_stock_vllm(kit: Kit) -> dict[str, Any]:
     """GRPOTrainer with `environment_factory` in server mode, at stock vLLM and at ours: tokens, masks and requests."""
     found, sent = [], []
     for kind in ("stock", "rollout"):
-        with kit.recording(kit.server(kind, flags=FLAGS)) as recorder:
+        with kit.recording(kit.server(kind, flags=SAME_TOKENS)) as recorder:
             run, seen = steps(
                 kit, recorder.url, f"environment-{kind}", environment_factory=Calculator,
                 generation_kwargs={"seed": 11},
@@ -110,7 +112,7 @@ def environments_get_the_turns_of_stock_vllm(kit: Kit) -> dict[str, Any]:
 @check("on")
 def conversations_by_rollout_func_are_those_of_trl(kit: Kit) -> str:
     """If nothing is left to chance, TRLAgents without spare conversations gives the tokens of TRL's own loop."""
-    server = kit.server(flags=[*FLAGS, "--dtype", "float32"])  # in which no two tokens are as likely
+    server = kit.server(flags=SAME_TOKENS)
     totals = []
     for max_length in (1000, 200):  # the second one ends amid a turn
         found = []
