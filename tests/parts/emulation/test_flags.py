@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm import envs
 
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.parts import WITHOUT
@@ -93,3 +94,12 @@ def test_without_the_part_its_command_is_not_there(tmp_path):
     )  # fmt: skip
     assert refused.returncode == 2
     assert "No such command 'emulation-report'" in refused.stderr
+
+
+def test_a_device_is_emulated_after_an_engine_of_the_same_process(monkeypatch, tmp_path):
+    """An engine core in this process lets vLLM keep the variables that it has read."""
+    monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
+    envs.enable_envs_cache()
+    assert not envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN
+    emulation.emulate(SimpleNamespace(data_parallel_size=1, additional_config={}), file=str(tmp_path / "device.json"))
+    assert envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN

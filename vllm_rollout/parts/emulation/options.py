@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 
 from vllm_rollout.adapter.options import Options, ServeOptions
@@ -40,6 +41,7 @@ def emulate(args: Any, **options: Any) -> None:
     args.enforce_eager = True
     # Without a model there is no trained length.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    envs.disable_envs_cache()  # after an engine of this process, vLLM reads no variable again
     EmulationOptions.change(args, num_ranks=args.data_parallel_size, **options)
     ServeOptions.change(args, has_model=False)
 
