@@ -6,6 +6,7 @@ Invariant: nothing heavy is imported before a subcommand needs it.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -63,6 +64,7 @@ def serve(context: typer.Context) -> None:
 
     if refusal := refuse_start(context.args):
         sys.exit(f"vllm-rollout serve: {refusal}")
+    os.environ.pop("VLLM_ROLLOUT", None)  # it is for engines of trainers, of which one may have started this server
     leave_parts_out(context.args, "vllm-rollout serve")
     choose_platform(context.args)
     from vllm_rollout.kernel.api.serve import main as serve_main

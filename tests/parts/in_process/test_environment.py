@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -226,9 +228,14 @@ def test_groups_without_places_for_spares_and_seeded_ones_are_answered_as_stock_
         assert with_spares(params, 8, None, 16) is params
 
 
-def test_an_engine_that_names_our_scheduler_is_a_servers(asked, tiny_model):
-    args = EngineArgs(model=tiny_model, scheduler_cls=SCHEDULER_CLS)
+def test_an_engine_that_names_our_scheduler_has_only_its_device_from_the_environment(asked, tiny_model, tmp_path):
+    args = EngineArgs(model=tiny_model, scheduler_cls=SCHEDULER_CLS, max_num_seqs=16)
     assert created(lambda given: given, args) is args
+    device = tmp_path / "device.json"
+    device.write_text('{"step": {"ms": 3}}')
+    asked.setenv("VLLM_ROLLOUT_EMULATE", str(device))
+    ours = created(lambda given: given, args)
+    assert (ours.worker_cls, ours.max_num_seqs) == (emulation.WORKER_CLS, 16)
 
 
 def test_a_subclass_begins_its_own_method_once(monkeypatch: pytest.MonkeyPatch):
@@ -263,3 +270,16 @@ def test_completions_become_rows():
         ("r", "p", [(0, str(number))]) for number in range(3)
     ]
     assert [each.index for each in completions] == [0, 1, 2]
+
+
+def test_a_server_that_a_trainer_starts_has_nothing_of_the_trainers_environment(asked):
+    code = """
+import os
+from unittest import mock
+from vllm_rollout import cli
+from vllm_rollout.kernel.api import serve
+with mock.patch.object(serve, "main", lambda args: print("VLLM_ROLLOUT" in os.environ)):
+    cli.app(["serve", "m"], standalone_mode=False)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert ended.stdout.splitlines()[-1] == "False"

@@ -78,9 +78,12 @@ def _number(environment: Mapping[str, str], name: str, least: int) -> int | None
 def created(create: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
     """Create the configuration, with groups if the model generates. `create`: vLLM's own function.
 
-    An engine that names our scheduler itself is left as it is, as that of a server which inherits the variables.
+    Of an engine that names our scheduler itself, only the device is from the environment.
     """
-    ours = engine_args if engine_args.scheduler_cls == SCHEDULER_CLS else taken_over(engine_args)
+    if engine_args.scheduler_cls == SCHEDULER_CLS:
+        device = Wanted.of(os.environ).emulate
+        return create(engine_args if device is None else _emulated(engine_args, device), *args, **kwargs)
+    ours = taken_over(engine_args)
     if ours is not engine_args:
         try:
             config = create(ours, *args, **kwargs)
