@@ -94,7 +94,7 @@ def _look_at_adapter(core: EngineCore, adapter: Any, *args: Any, **kwargs: Any) 
 
 
 def name_weights(core: EngineCore, name: str, adapter: str = BASE_MODEL) -> None:
-    """Name the newest weights of an adapter, or those of the base model.
+    """Name the newest weights of an adapter, or of the base model.
 
     A trainer that knows only vLLM's call names an adapter's weights by it, too. It then counts for all models.
     """

@@ -49,12 +49,12 @@ class Weights:
         """Number of the change after which all groups were computed again last."""
         self.sampling = Changes.num
         """Number of the change after which the last step that was read was computed."""
-        self._names: dict[int, str] = {}
-        self._changes: defaultdict[str, list[int]] = defaultdict(list)
+        self._names = {self._first: FIRST_VERSION}
+        self._changes: defaultdict[str, list[int]] = defaultdict(list, {BASE_MODEL: [self._first]})
         """Changes of single adapters by name. BASE_MODEL has all others, which concern every request."""
-        self._newest: dict[str, int] = {}
+        self._newest = {BASE_MODEL: self._first}
         """The newest of these changes that has a name."""
-        self._void = Changes.num
+        self._void = self._first
         """Number of the change before which all KV is void, because some of it was not finite."""
         self.workers_count = True
         """True if the workers are ours."""
@@ -87,7 +87,7 @@ class Weights:
                 continue
             has_begun = request.num_computed_tokens > 0  # also one that waits for more of its prompt
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and not has_begun:
-                salt(request, self._salt(request))
+                self._salt(request)
             else:
                 self._isolate(request)
 
@@ -110,7 +110,7 @@ class Weights:
         self.look()
         begins = request.cache_salt is None or (self._is_ours(request) and not request.num_output_tokens)
         if begins and self._last(request) != self._first:
-            salt(request, self._salt(request))
+            self._salt(request)
 
     def arrives(self, request: Request) -> bool:
         """Salt a preempted request of another engine anew, if all groups here were computed again by the newest weights
@@ -151,7 +151,7 @@ class Weights:
     def preempted(self, request: Request) -> None:
         """Salt a preempted request anew, because its own blocks depend partly on older weights."""
         if self._may_be_stale(request) and self._is_ours(request):
-            salt(request, self._salt(request))
+            self._salt(request)
 
     def _leave_kv(self, request: Request) -> None:
         """Let a preempted request, which may be stale, find no KV of older weights."""
@@ -170,22 +170,20 @@ class Weights:
         """Name the newest weights of an adapter. A name for BASE_MODEL also holds for later ones of adapters without a
         name.
         """
-        change = self._newest[adapter] = self._changes[adapter][-1] if self._changes[adapter] else self._first
+        change = self._newest[adapter] = self._changes[adapter][-1]
         self._names[change] = version
         for other, changes in self._changes.items() if adapter == BASE_MODEL else ():
-            if changes and changes[-1] > change and changes[-1] not in self._names:
+            if changes[-1] > change and changes[-1] not in self._names:
                 self._names[changes[-1]], self._newest[other] = version, changes[-1]
 
     def is_named_otherwise(self, version: str, adapter: str = BASE_MODEL) -> bool:
         """True if a name belongs to weights of an adapter whose arrival was not noticed."""
         changes = self._changes.get(adapter)
-        if not changes:
-            return adapter != BASE_MODEL or self._names.get(self._first, FIRST_VERSION) != version
-        return self._names.get(changes[-1], version) != version
+        return not changes or self._names.get(changes[-1], version) != version
 
     def version(self, change: int) -> str:
         """Name of the weights after a change. Without a name: the change's number, which is the same on all ranks."""
-        return self._names.get(change) or (FIRST_VERSION if change == self._first else str(change))
+        return self._names.get(change) or str(change)
 
     @property
     def num_changes(self) -> int:
@@ -202,9 +200,7 @@ class Weights:
         return self.version(max(self._newest.get(name, self._first) for name in (BASE_MODEL, adapter)))
 
     def named(self, spans: Iterable[tuple[int, int]], adapter: str = BASE_MODEL) -> list[tuple[int, str]]:
-        """Versions of an adapter in place of changes, each with its first token. Neighbours with the same name are
-        merged.
-        """
+        """Versions of an adapter in place of changes, each with its first token. Neighbours of one name are merged."""
         named: list[tuple[int, str]] = []
         for start, change in spans:
             version = self.version(self._last_of(adapter, change))
@@ -216,19 +212,16 @@ class Weights:
         """The last change up to this one that concerns an adapter."""
         if change > self._known:  # a worker's, which the engine core learns later
             return change
-        last = self._first
-        for name in (BASE_MODEL, adapter):
-            changes = self._changes.get(name, ())
-            if num := bisect_right(changes, change):
-                last = max(last, changes[num - 1])
-        return last
+        both = [self._changes.get(name, ()) for name in (BASE_MODEL, adapter)]
+        return max((its[num - 1] for its in both if (num := bisect_right(its, change))), default=change)
 
     def _last(self, request: Request) -> int:
         """The last change that concerns the KV of a request."""
         return max(self._void, self._last_of(learned_name(request.lora_request), self._known))
 
-    def _salt(self, request: Request) -> str:
-        return f"{OWN_SALT}{self._last(request)}"
+    def _salt(self, request: Request) -> None:
+        """Let a request find only KV after the last change that concerns it."""
+        salt(request, f"{OWN_SALT}{self._last(request)}")
 
     @staticmethod
     def _is_ours(request: Request) -> bool:
@@ -236,9 +229,10 @@ class Weights:
 
     def _may_be_stale(self, request: Request) -> bool:
         """True if the request may have begun before the last change. A client's own salt does not show this."""
-        if self._last(request) == self._first:
+        last = self._last(request)
+        if last == self._first:
             return False
-        return not self._is_ours(request) or request.cache_salt != self._salt(request)
+        return not self._is_ours(request) or request.cache_salt != f"{OWN_SALT}{last}"
 
     def _isolate(self, request: Request) -> None:
         """Give the request's later blocks hashes that no other request can have."""

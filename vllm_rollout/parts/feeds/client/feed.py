@@ -60,10 +60,9 @@ class AsyncFeed(FeedMethods):
         if isinstance(prompts, str | dict):
             raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
         rest, key = iter(prompts), key or feed_calls.new_key("put")
-        for number in count():
-            if not (portion := list(islice(rest, MAX_PROMPTS))):
-                break
-            self.info = await self._client.send(feed_calls.put(self.id, portion, f"{key}-{number}"))
+        numbers = count()
+        while portion := list(islice(rest, MAX_PROMPTS)):
+            self.info = await self._client.send(feed_calls.put(self.id, portion, f"{key}-{next(numbers)}"))
         return self.info
 
     async def batch(
@@ -72,8 +71,8 @@ class AsyncFeed(FeedMethods):
         """Wait for a batch, and take it.
 
         drain: if no prompt waits and nothing runs, return the groups there are, perhaps none.
-        key: your name for the batch. A second call with this key gives this batch again. None: a new key, or the key
-        of a call that raised, because the server may have taken its batch.
+        key: your name for the batch. A second call with this key gives this batch again. None: a new key. After
+        a call that raised: its key, because the server may have taken its batch.
         timeout_s: seconds to wait for the batch.
 
         Raises: RolloutError, 504 if there is no batch in time. Its message says what the batch waits for.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -42,13 +42,6 @@ MAX_STARTS = 16
 """Groups that start in one turn of the event loop, so that a feed which fills lets other requests have turns."""
 
 
-@dataclass(slots=True)
-class Updates:
-    """Weights updates of all feeds, by which a group of one feed is older than a group of another one."""
-
-    num: int = 0
-
-
 class LiveFeed:
     """One feed of a client."""
 
@@ -60,12 +53,14 @@ class LiveFeed:
         engine: Engine,
         make_runner: Callable[[LiveFeed], GroupRunner],
         check: Callable[[FeedRequest], Awaitable[object]],
+        look: Callable[[str], Awaitable[None]],
         metrics: FeedMetrics,
         version: str | None,
         kept: Kept,
-        updates: Updates,
     ) -> None:
-        """`check`: raises a RequestError if the server cannot serve the feed's fields."""
+        """`check`: raises a RequestError if the server cannot serve the feed's fields. `look`: asks the engine for the
+        name of a model's weights, and tells it to `weights_named`.
+        """
         self.id, self.request, self.model, self.created = id, request, model, int(time.time())
         self.kept = kept
         self.is_held = False
@@ -85,9 +80,9 @@ class LiveFeed:
         self.since = SinceBatch()
         self.num_batches = self.generated_tokens = self.wasted_tokens = 0
         self.runner = make_runner(self)
-        self._engine, self._metrics, self._check, self._updates = engine, metrics, check, updates
-        self._priority = updates.num
-        """Updates of all feeds before the current weights."""
+        self._engine, self._metrics, self._check, self._look = engine, metrics, check, look
+        self.priority = 0
+        """Updates of all models before the current weights. Groups of a lower number start earlier, in all feeds."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._context = copy_context()
         """Groups start in the context of the feed's client, whoever makes room for them."""
@@ -153,7 +148,6 @@ class LiveFeed:
         was_held = self.is_held
         self.is_held = was_held and name is None and before is not None
         if self.versions.is_new(name):
-            self._priority = self._updates.num
             dropped = [self._drop(number) for number in self.rule.updated()]
             self.kept.left([] if self.request.on_stale == "defer" else dropped, self.state)
             if self.request.on_update == "stop":
@@ -263,7 +257,7 @@ class LiveFeed:
             number = self.rule.admit(is_long=is_long)
             born = self.rule.running[number], self.versions.name
             group = AdmittedGroup(prompt, turn, self.request.group_size, *born, is_long=is_long)
-            group.priority = self._priority
+            group.priority = self.priority
             self.groups[number] = group
             self._start(number)
         self._notify()
@@ -312,7 +306,7 @@ class LiveFeed:
                     return str(error)
             raise
         if group.saw_bad_weights and not group.is_complete:  # another API process may have got them
-            self.weights_named(await self._engine.current_weight_version(self.model))
+            await self._look(self.model)
         return None
 
     def _ended(self, number: int, group: AdmittedGroup, reason: str | None) -> None:

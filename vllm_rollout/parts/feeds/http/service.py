@@ -27,7 +27,7 @@ from vllm_rollout.parts.feeds.http.answers import FeedAnswer
 from vllm_rollout.parts.feeds.http.batches import Batches, feed_answer
 from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
 from vllm_rollout.parts.feeds.http.kept import Kept
-from vllm_rollout.parts.feeds.http.live import LiveFeed, Updates
+from vllm_rollout.parts.feeds.http.live import LiveFeed
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
 from vllm_rollout.parts.feeds.http.queue import WaitingPrompt, as_json
 from vllm_rollout.parts.feeds.http.running import GroupRunner, RolloutRunner
@@ -83,7 +83,8 @@ class FeedService:
         self._metrics = metrics.of(FeedMetrics)
         self._feeds: dict[str, Batches] = {}
         """Feeds by their clients' names for them."""
-        self._updates = Updates()
+        self._num_updates = 0
+        """Weights updates of all models that feeds have."""
         self._naming = asyncio.Lock()
         """Held while a name is given or becomes free."""
         self._store = store
@@ -153,8 +154,8 @@ class FeedService:
     async def take(self, id: str, request: BatchRequest) -> list[bytes]:
         """Wait for a batch, and take it. Returns a FeedBatch as JSON, in parts.
 
-        Raises: RequestError. 504: there is none in time. 410: the key is of an earlier batch. 409: the server refuses
-        the feed's fields. 507: the disk takes no batch, and the message names the key.
+        Raises: RequestError, 504 if there is none in time, 410 for the key of an earlier batch. Also 409 if the server
+        refuses the feed's fields, and 507 if the disk takes no batch, with the key.
         """
         found, began = self._find(id), time.monotonic()
         key = request.idempotency_key or f"batch-{uuid.uuid4().hex}"
@@ -213,7 +214,10 @@ class FeedService:
         """Tell a model's feeds the name of its weights. Raises: RequestError."""
         version = await self._engine.current_weight_version(model)
         feeds = [feed for feed in self.live if feed.model == model]
-        self._updates.num += version is not None and any(feed.versions.name != version for feed in feeds)
+        updated = [feed for feed in feeds if feed.versions.differs(version)]
+        self._num_updates += bool(updated)
+        for feed in updated:
+            feed.priority = self._num_updates
         for feed in feeds:
             feed.weights_named(version)
 
@@ -252,8 +256,10 @@ class FeedService:
 
     def _feed(self, name: str, request: FeedRequest, model: str, version: str | None) -> LiveFeed:
         kept = Kept(self._store, name)
-        makers = self._runner, self._check
-        return LiveFeed(id_of(name), request, model, self._engine, *makers, self._metrics, version, kept, self._updates)
+        asks = self._runner, self._check, self._look
+        feed = LiveFeed(id_of(name), request, model, self._engine, *asks, self._metrics, version, kept)
+        feed.priority = self._num_updates
+        return feed
 
     def _runner(self, feed: LiveFeed) -> GroupRunner:
         if feed.request.sessions is None:

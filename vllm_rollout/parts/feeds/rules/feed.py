@@ -217,9 +217,13 @@ class Versions:
         if name is not None:
             self._known.add(name)
 
+    def differs(self, name: str | None) -> bool:
+        """True if this name says that the weights have changed."""
+        return name is not None and name != self.name
+
     def is_new(self, name: str | None) -> bool:
         """Note the name of the current weights. True if the weights have changed."""
-        if name is None or name == self.name:
+        if name is None or not self.differs(name):
             return False
         self.name = name
         self._known.add(name)

@@ -78,7 +78,7 @@ def _number(environment: Mapping[str, str], name: str, least: int) -> int | None
 def created(create: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
     """Create the configuration, with groups if the model generates. `create`: vLLM's own function.
 
-    Of an engine that names our scheduler itself, only the device is from the environment.
+    An engine that names our scheduler itself takes only its device from the environment.
     """
     if engine_args.scheduler_cls == SCHEDULER_CLS:
         device = Wanted.of(os.environ).emulate
