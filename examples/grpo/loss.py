@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from examples.grpo.model import answer_logprobs, micro_batches
 from vllm_rollout.answers import GroupAnswer, StoppedCandidate, Trajectory
 from vllm_rollout.rewards import Estimator, advantages
+from vllm_rollout.training.logprobs import answer_logprobs, micro_batches
 from vllm_rollout.training.off_policy import Correction, decoupled_loss, effective_sample_size, importance_weights
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
@@ -19,7 +19,6 @@ class Terms:
 
     estimator: Estimator  # of advantages, which the server computes
     unit: Literal["answer", "token"]  # equal weight for each answer, or for each token of the step
-    clip_low: float = 0.2
     clip_high: float = 0.2
     """On policy, ratios are 1 and nothing is clipped. Answers that a round resumes were sampled by earlier weights."""
     correction: Correction | None = None  # of tokens that older weights sampled; None: the ratio is clipped
@@ -30,8 +29,6 @@ ALGORITHMS = {
     "dapo": Terms("grpo", "token", clip_high=0.28),
     "dr_grpo": Terms("mean", "token"),
 }
-
-
 CORRECTIONS = {
     "clip": None,
     "tis": Correction(),
@@ -64,13 +61,6 @@ def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
     return rows, sum(answer.num_tokens for answer, _ in told) if terms.unit == "token" else len(told)
 
 
-def clipped_loss(logprobs: torch.Tensor, sampled: torch.Tensor, advantage: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Loss per token, in the shape of `logprobs`, the policy's. `sampled`: log probabilities at sampling time."""
-    ratio = torch.exp(logprobs - sampled)
-    clipped = ratio.clamp(1 - terms.clip_low, 1 + terms.clip_high)
-    return -torch.minimum(ratio * advantage, clipped * advantage)
-
-
 class Update:
     """One optimizer step. The gradient is the same whether groups are added together or one by one."""
 
@@ -98,12 +88,12 @@ class Update:
         sampled[mask > 0] = sampled.new_tensor([p for row in rows for p in row.answer.logprobs or ()])
         self.differences.append((logprobs.detach() - sampled)[mask > 0].abs().cpu())
         its = logprobs.new_tensor([[row.advantage] for row in rows])
-        if (correction := self.terms.correction) is None:
-            loss = clipped_loss(logprobs, sampled, its, self.terms) * mask
-        else:
-            importance = importance_weights(logprobs, sampled, mask, correction)
+        correction = self.terms.correction
+        importance = importance_weights(logprobs, sampled, mask, correction or Correction(None))
+        if correction:
             self.weights.append(importance.weights[importance.counted].cpu())
-            loss = decoupled_loss(logprobs, logprobs.detach(), its, importance)  # one update per step clips nothing
+        proximal = logprobs.detach() if correction else sampled  # one update per step: u is 1
+        loss = decoupled_loss(logprobs, proximal, its, importance, clip_high=self.terms.clip_high)
         total = loss.sum() if self.terms.unit == "token" else (loss.sum(1) / mask.sum(1)).sum()
         self.trainer.add_sum(total, 0)  # what it is divided by was counted
 

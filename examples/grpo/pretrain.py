@@ -8,15 +8,15 @@ A model that exists is not trained again.
 
 import argparse
 import random
-import time
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from examples.grpo.model import answer_logprobs, load, micro_batches, new_model, new_tokenizer, prompt_ids, save
+from examples.grpo.model import load, new_model, new_tokenizer, prompt_ids, save
 from examples.grpo.task import CLEAR, LEAST_STEPS, MOST_STEPS, STYLES, Style, chain, thought
+from vllm_rollout.training.logprobs import answer_logprobs, micro_batches
 
 BATCH_TOKENS, MICRO_TOKENS = 1024, 4096
 CLEAR_STEPS, STYLE_STEPS = 350, 600
@@ -32,8 +32,7 @@ def train(model: Any, tokenizer: Any, style: Style, name: str, seed: int, steps:
         torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    began, shown, losses = time.monotonic(), -10.0, []
-    for step in range(steps):
+    for step in (bar := tqdm(range(steps), name, mininterval=5)):
         share = step / steps
         rising = LEAST_STEPS + (MOST_STEPS - LEAST_STEPS) * min(1, 1.5 * share)
         prompts, answers = [], []
@@ -53,12 +52,7 @@ def train(model: Any, tokenizer: Any, style: Style, name: str, seed: int, steps:
                 group["lr"] = rate * min(1, (step + 1) / 30) * min(1.0, 1.5 * (1 - share))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        losses.append(total)
-        seconds = time.monotonic() - began
-        if seconds > shown + 10 or step + 1 == steps:
-            left = f"{seconds:.0f} s, {seconds / (step + 1) * (steps - step - 1):.0f} s left"
-            print(f"{name}: step {step + 1} of {steps}, loss {fmean(losses):.3f}, {left}", flush=True)
-            shown, losses = seconds, []
+        bar.set_postfix_str(f"loss {total:.2f}", refresh=False)
 
 
 def main() -> None:

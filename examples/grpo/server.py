@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
@@ -24,29 +24,26 @@ POLICY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **PENALTIE
 
 
 class Server:
-    """Use as a context manager. `bring_back` replaces `client`."""
+    """Begins with `bring_back`, which replaces `client`. `close` ends a server that it has started."""
 
     def __init__(self, args: Namespace) -> None:
-        self._args = args
+        self._args, self.client = args, RolloutClient(args.url)
         self._process: process.ServerProcess | None = None
 
-    def __enter__(self) -> Self:
-        process.exit_on_sigterm()
-        self.bring_back()
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.client.close()
         if self._process:
             self._process.stop()
 
     def bring_back(self) -> None:
-        """Wait for the server, at the start or after it was lost. --serve starts a new one. Raises: TimeoutError."""
+        """Start a server, or wait for it without --serve. Raises: ServerError, TimeoutError."""
+        self.close()
         if self._process:
-            self._process.stop()
             self._process.log.replace(self._args.output / "server.lost.log")  # it may say why
-        if self._args.serve:
-            self._process = start(self._args)
+        self._process = start(self._args) if self._args.serve else None
+        if self._process:
+            seconds = self._process.wait_until_healthy(lambda seconds, line: None)
+            print(f"server ready after {seconds:.0f} s: {self._process.url}, {self._process.log}", flush=True)
         self.client = RolloutClient(self._process.url if self._process else self._args.url)
         if not self.client.health():
             print(f"no server at {self.client.base_url} yet: waiting for it (--serve starts one)", flush=True)
@@ -54,6 +51,7 @@ class Server:
 
 
 def start(args: Namespace) -> process.ServerProcess:
+    """A server that starts."""
     model, max_len = str(args.model), str(args.max_tokens + MAX_PROMPT_TOKENS)
     command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *process.server_flags(MAX_CANDIDATES)]
     command += ["--max-model-len", max_len, "--rollout-reward", f"{args.task}={task.__name__}:{REWARDS[args.task]}"]
@@ -64,14 +62,7 @@ def start(args: Namespace) -> process.ServerProcess:
     path = os.pathsep.join([str(Path(task.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **process.server_environment(model)}  # no core of its own
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
-    server = process.ServerProcess(command, process.free_port(), environment, args.output / "server.log").__enter__()
-    try:
-        seconds = server.wait_until_healthy(lambda seconds, line: None)
-    except BaseException:
-        server.stop()
-        raise
-    print(f"server ready after {seconds:.0f} s: {server.url}, {server.log}", flush=True)
-    return server
+    return process.ServerProcess(command, process.free_port(), environment, args.output / "server.log").__enter__()
 
 
 def nccl_sender(model: Any, url: str) -> Callable[[], None]:

@@ -13,8 +13,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from statistics import fmean
+from statistics import fmean, median_high
 from typing import Any, NamedTuple
 
 LABELS = "abcdefghijklm"
@@ -131,11 +130,6 @@ def thought(problem: Problem, chance: random.Random, style: Style) -> list[str]:
     return tokens[:MAX_THOUGHT]
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)]
-
-
 def mean(values: Sequence[float]) -> float | None:
     return round(fmean(values), 4) if values else None
 
@@ -148,12 +142,12 @@ def describe(answers: Sequence[tuple[Problem, int, float]]) -> dict[str, Any]:
     lengths, rewards = [n for _, n, _ in answers], [r for _, _, r in answers]
     quarters: list[list[float]] = [[], [], [], []]
     for difficulty in {problem.difficulty for problem, _, _ in answers}:
-        alike = sorted([(n, r) for problem, n, r in answers if problem.difficulty == difficulty], key=itemgetter(0))
+        alike = sorted([(n, r) for problem, n, r in answers if problem.difficulty == difficulty], key=lambda a: a[0])
         for place, (_, r) in enumerate(alike):
             quarters[4 * place // len(alike)].append(r)
-    middle = percentile([problem.difficulty for problem, _, _ in answers], 50)
+    middle = median_high([problem.difficulty for problem, _, _ in answers])
     said: dict[str, Any] = {"success": mean(rewards), "length": mean(lengths)}
     said["easy"] = mean([r for problem, _, r in answers if problem.difficulty < middle])
     said["hard"] = mean([r for problem, _, r in answers if problem.difficulty >= middle])
-    said |= {f"p{percent}": percentile(lengths, percent) for percent in (50, 90, 99)}
+    said |= {f"p{percent}": sorted(lengths)[len(lengths) * percent // 100] for percent in (50, 90, 99)}
     return {**said, "quarters": [mean(quarter) for quarter in quarters]}

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,15 @@ from typing import Any
 import torch
 
 from examples.grpo.loss import ALGORITHMS, CORRECTIONS, Update, rows_of
-from examples.grpo.model import check_finite, load, prompt_ids, save_weights, write_line
+from examples.grpo.model import load, prompt_ids, write_line
 from examples.grpo.server import PRUNING, Server, feed_fields, nccl_sender, rollout_fields, run_fields, sampling
 from examples.grpo.task import TASKS, VOCABULARY, Problem, describe, mean, problems
 from vllm_rollout import RolloutError
 from vllm_rollout.answers import GroupAnswer, GroupStream
 from vllm_rollout.integrations.served import check_served
+from vllm_rollout.process import exit_on_sigterm
 from vllm_rollout.training.stream import StepResult, StreamTrainer
+from vllm_rollout.training.weights import check_finite, save_weights
 
 CLIP_NORM, WARMUP_STEPS = 1.0, 5  # Adam's first steps are all sign
 MOST_IDLE_STEPS, MOST_ASKS = 10, 4  # steps in a row without a gradient, then an error; requests in a step of DAPO
@@ -212,9 +214,7 @@ class Training:
         try:
             return work()
         except RolloutError as error:
-            forgotten = (
-                self.run or self.feed
-            ) is not None and error.status == HTTPStatus.NOT_FOUND  # by one that was started anew
+            forgotten = (self.run or self.feed) and error.status == HTTPStatus.NOT_FOUND  # by one that was started anew
             lost = forgotten or error.status in (None, *STARTING) or not self.server.client.health()
             if not attempts or not lost or error.type in ("UnexpectedAnswer", "GatewayTimeout"):
                 raise
@@ -278,21 +278,21 @@ class Training:
 
     def say(self, step: Step) -> None:
         """Write and print the step's results. Raises: RuntimeError after MOST_IDLE_STEPS steps without a gradient."""
-        ended = [trajectory for group in step.groups + step.filtered for trajectory in group.trajectories]
-        stopped = [other.num_tokens for group in step.groups + step.filtered for other in group.candidates]
+        groups, result = step.groups + step.filtered, step.result
+        ended = [trajectory for group in groups for trajectory in group.trajectories]
+        stopped = [other.num_tokens for group in groups for other in group.candidates]
         lengths, rewards = [t.num_tokens for t in ended], [t.reward for t in ended]
         line = {"kind": "step", "step": self.progress.step - 1, "groups": len(step.groups)}
         line |= {"reward": mean([r for r in rewards if r is not None]) or 0.0, "length": mean(lengths) or 0.0}
         line |= {"longest": max([*lengths, *stopped], default=0), "filtered": len(step.filtered), "usage": step.usage}
-        norm, weight = (step.result.gradient_norm, step.result.weight) if step.result else (0.0, 0.0)
-        num_teaching = sum(bool(rows_of(group, self.terms)[0]) for group in step.groups)
-        line |= {"teaching": num_teaching, "gradient_norm": norm, "learned_from": weight}
+        line |= {"teaching": sum(bool(rows_of(group, self.terms)[0]) for group in step.groups)}
+        norm, weight = (result.gradient_norm, result.weight) if result else (0.0, 0.0)
+        line |= {"gradient_norm": norm, "learned_from": weight}
         line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
         line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
         line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}
-        if step.staleness:
-            line |= {"staleness": step.staleness, "ess_share": step.ess_share}
         line |= {"resumed": [t.num_resumed_tokens for t in ended]}
+        line |= {"staleness": step.staleness, "ess_share": step.ess_share} if self.feed else {}
         write_line(self.record, line)
         took = " ".join(f"{name} {value:.2f}" for name, value in step.seconds.items())
         said = f"reward {line['reward']:.3f}, length {line['length']:.0f}, {line['teaching']} groups teach, {took} s"
@@ -300,7 +300,7 @@ class Training:
         step.warnings += [f"{g.prompt_id} is incomplete: {g.reason}" for g in step.groups if g.status == "incomplete"]
         if step.usage["num_reward_errors"]:
             step.warnings.append(f"the reward function failed for {step.usage['num_reward_errors']} answers")
-        if step.result is None:
+        if result is None:
             step.warnings.append(f"nothing taught: rewards are all the same in each group, {line['reward']:.3f}")
         for warning in sorted(set(step.warnings))[:5]:
             print(f"  warning: {warning}", flush=True)
@@ -342,9 +342,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--speculation", type=float, default=1.25, help="factor of --rounds for prompts and for answers")
     add("--resume", action="store_true", help="long rounds of --rounds continue the answers that exist")
     add("--feed", action="store_true", help="asynchronous: batches of a feed, whose generation never stops")
-    add(
-        "--max-staleness", type=int, default=1, help="of --feed: most weights updates from a group's start to its batch"
-    )
+    add("--max-staleness", type=int, default=1, help="of --feed: most updates from a group's start to its batch")
     add("--correct", choices=CORRECTIONS, default="clip", help="correction of tokens that older weights sampled")
     add("--stopped-teach", action="store_true", help="train on stopped candidates as wrong answers, or by score")
     add("--audit-ratio", type=float, help="share of groups in which no candidate is stopped")
@@ -364,7 +362,9 @@ def main() -> None:
     args = parse()
     torch.set_num_threads(1)  # more threads are slower on a busy machine
     args.output.mkdir(parents=True, exist_ok=True)
-    with Server(args) as server:
+    exit_on_sigterm()
+    with closing(Server(args)) as server:
+        server.bring_back()
         Training(args, server).go()
 
 

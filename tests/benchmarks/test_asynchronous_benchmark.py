@@ -15,8 +15,9 @@ from benchmarks.asynchronous.pruned import Pruner
 from benchmarks.asynchronous.run import is_done, train, train_all
 from benchmarks.asynchronous.sampler import Answer, Asked, Name, Sampler, Weights
 from benchmarks.asynchronous.train import MOMENTS, Graded, Training, most_different
-from examples.grpo.model import answer_logprobs, new_model, new_tokenizer, save
+from examples.grpo.model import new_model, new_tokenizer, save
 from vllm_rollout.parts.feeds.rules.feed import Feed
+from vllm_rollout.training.logprobs import answer_logprobs
 
 PROMPTS = [[1, 30, 5, 9], [1, 30, 5, 9, 7, 8, 12], [1, 6]]
 

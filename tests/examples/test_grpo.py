@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from examples.grpo.loss import ALGORITHMS, Terms, Update, clipped_loss, rows_of
-from examples.grpo.model import check_finite, load, new_model, new_tokenizer, save, save_weights
+from examples.grpo.loss import ALGORITHMS, Update, rows_of
+from examples.grpo.model import load, new_model, new_tokenizer, save
 from examples.grpo.server import POLICY, rollout_fields, run_fields, sampling, start
 from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_reward, problems, reward, thought
 from examples.grpo.train import parse
@@ -20,6 +21,7 @@ from vllm_rollout.kernel.rules.rewards import Estimator
 from vllm_rollout.parts.rewards.rules.estimates import advantages
 from vllm_rollout.process import ServerError, ServerProcess
 from vllm_rollout.training.stream import StreamTrainer
+from vllm_rollout.training.weights import check_finite, save_weights
 
 
 def thoughts(style: str, count: int) -> list[tuple[Any, int, float]]:
@@ -180,13 +182,22 @@ def test_an_answer_without_tokens_counts_and_has_no_gradient(name: str) -> None:
     assert result.gradient_norm > 0
 
 
-def test_ratios_are_clipped_where_they_would_go_on() -> None:
-    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.25])
-    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
-    zeros = torch.zeros(5)
-    dapo = clipped_loss(ratio.log(), zeros, advantage, ALGORITHMS["dapo"])
-    assert dapo.tolist() == pytest.approx([-1.28, 1.5, -0.5, 0.8, -1.25])
-    assert clipped_loss(ratio.log(), zeros, advantage, Terms("grpo", "token")).tolist()[4] == pytest.approx(-1.2)
+@pytest.mark.parametrize(
+    ("ratio", "name", "teaches"),
+    [(1.5, "grpo", False), (1.5, "dapo", False), (1.25, "grpo", False), (1.25, "dapo", True), (0.5, "grpo", True)],
+)
+def test_ratios_are_clipped_where_they_would_go_on(ratio: float, name: str, teaches: bool) -> None:
+    model = Bigrams()
+    update = Update(StreamTrainer(model.parameters()), model, ALGORITHMS[name], micro_tokens=9)
+    answered = group(model, "grpo", ([2, 3], 1.0))
+    (right,) = answered.trajectories
+    assert right.logprobs is not None
+    right.logprobs = [logprob - math.log(ratio) for logprob in right.logprobs]
+    answered.rewards = GroupRewards.model_construct(advantages=[1.0])
+    update.add([answered])
+    result = update.finish()
+    assert result is not None
+    assert (result.gradient_norm > 0) is teaches
 
 
 def test_what_does_not_teach_updates_nothing_and_an_attempt_that_died_leaves_nothing() -> None:
@@ -206,7 +217,7 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
     check_finite(model, "step 3")
     with torch.no_grad():
         model.table[2, 2] = torch.inf
-    with pytest.raises(ValueError, match=r"step 3: the weights table .*lower --lr"):
+    with pytest.raises(ValueError, match=r"step 3: 1 weights are .*table.*lower learning rate"):
         check_finite(model, "step 3")
 
 

@@ -398,6 +398,20 @@ async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engin
     assert [len((await take(http, drain=True))["groups"]) for _ in range(2)] == [2, 2]
 
 
+async def test_groups_start_again_when_bad_weights_of_another_model_are_over(app, http, engine) -> None:
+    """KV of the other model's weights may have made the logits not finite. This model gets no weights without a batch."""
+    engine.weight_version = "step-0"
+    await make(http, batch=1)
+    engine.failures, engine.error = {0: 1, 1: 1}, NOT_FINITE
+    await put(http, 0, 1)
+    assert "'q0' failed" in (await take(http, 504, timeout_s=0.2))["message"]
+    engine.failures = {}
+    engine.adapter_versions["other"] = "good"
+    await app.state.feed_service.hear()
+    batch = await take(http)
+    assert (ids(batch), batch["version"], batch["failed"]) == (["q0"], 0, [])
+
+
 def poison(engine: FakeEngine, prompt_id: str = "q0") -> None:
     """Let the logits of this prompt never be finite."""
     candidate = engine._candidate

@@ -160,6 +160,11 @@ class LiveFeed:
         elif was_held and not self.is_held:
             self.admit()
 
+    def trust_weights(self) -> None:
+        """Start groups again whose logits were not finite. KV by the weights of another model may have been why."""
+        self.finite.bad_version = -1
+        self.admit()
+
     async def check(self) -> None:
         """Find out whether the server refuses the feed's fields. If it no longer does, groups start again.
 

@@ -196,6 +196,8 @@ class FeedService:
         for model in {feed.model for feed in self.live}:
             with suppress(RequestError):
                 await self._look(model)
+        for feed in self.live:
+            feed.trust_weights()
 
     async def _delete(self, id: str) -> None:
         async with self._naming:
