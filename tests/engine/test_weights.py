@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.engine.conftest import V2, Server, paused, serve_command, with_other_weights
+from tests.engine.conftest import V2, Server, paused, python_path, serve_command, with_other_weights
 from tests.support.reference import worst
-from vllm_rollout import RolloutClient
+from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, WEIGHT_SPANS, has
 
 pytestmark = pytest.mark.versions
@@ -46,7 +47,9 @@ def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[s
 @pytest.fixture(scope="module")
 def changing(folders: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("changing") / "log"
-    with Server(serve_command(folders[0], *FLAGS), log, VLLM_SERVER_DEV_MODE="1") as server:
+    extension = ["--worker-extension-cls", "trainer_extension.TrainerExtension"]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path(Path(__file__).parent)}
+    with Server(serve_command(folders[0], *FLAGS, *extension), log, **environment) as server:
         yield server
 
 
@@ -124,6 +127,48 @@ def test_a_request_without_our_fields_says_where_the_weights_changed_whose_train
     assert 0 < old["end"] == new["start"] < new["end"] == 900
     assert worst(folders[0], PROMPTS[1], trajectory, old["end"]) < TOLERANCE
     assert worst(folders[0], PROMPTS[1], trajectory, old["end"] + 3) > TOLERANCE, "the boundary is exact"
+
+
+@pytest.mark.parametrize("fault", ["another model", "cut file", "amid a load"])
+def test_weights_that_cannot_be_loaded_leave_a_server_that_goes_on(
+    changing: Server, folders: list[str], tmp_path: Path, fault: str
+) -> None:
+    give(changing, folders[0], "before")
+    broken = with_other_weights(folders[0], tmp_path / "broken", lambda each: each[:-1].clone())
+    (file,) = Path(broken).glob("*.safetensors")
+    if fault == "cut file":
+        content = Path(folders[1], file.name).read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+    if fault == "amid a load":  # a layer has one half of its weights
+        whole = load_file(Path(folders[1], file.name))
+        save_file({**whole, "model.norm.weight": whole["model.norm.weight"][:-1]}, file, {"format": "pt"})
+    with ThreadPoolExecutor(1) as pool, RolloutClient(str(changing.http.base_url)) as client:
+        running = pool.submit(roll, changing, PROMPTS[1], 900)
+        changing.wait_until(lambda: changing.num_in_engine >= 4 or running.done())
+        with pytest.raises(RolloutError, match="do not fit the served model, or cannot be read"):
+            client.give_weights(broken, "broken")
+        assert len(running.result()["trajectories"]) == 4
+        if fault == "another model":
+            (trajectory, *_) = roll(changing, PROMPTS[0], 20)["trajectories"]
+            assert worst(folders[0], PROMPTS[0], trajectory) < TOLERANCE
+        client.give_weights(folders[1], "after")
+    for trajectory in roll(changing, PROMPTS[0], 20)["trajectories"]:
+        assert worst(folders[1], PROMPTS[0], trajectory) < TOLERANCE
+    assert changing.engines[0]["num_internal_errors"] == 0
+
+
+def test_requests_wait_while_the_model_lacks_weights(changing: Server, folders: list[str]) -> None:
+    """A trainer has died amid a transfer, and another one resumes the server."""
+    changing.http.post("/collective_rpc", json={"method": "begin_load"}).raise_for_status()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(roll, changing, PROMPTS[0], 20)
+        changing.wait_until(lambda: changing.num_in_engine >= 4 or waiting.done())
+        changing.http.post("/resume").raise_for_status()
+        assert changing.http.get("/is_paused").json() == {"is_paused": True}
+        give(changing, folders[1], "whole")
+        for trajectory in waiting.result()["trajectories"]:
+            assert worst(folders[1], PROMPTS[0], trajectory) < TOLERANCE
+    assert changing.http.get("/is_paused").json() == {"is_paused": False}
 
 
 def update_under(server: Server, folders: list[str], num_tokens: int) -> None:

@@ -5,6 +5,12 @@ class TrainerExtension:
     def trainer_rank(self) -> int:
         return self.rank
 
+    def begin_load(self) -> None:
+        """Prepare the model for new weights, as a trainer does that then dies: its layers have no memory."""
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model_runner.get_model())
+
     def break_training(self) -> None:
         """From now on every training of a quality head fails, as it would for want of memory."""
 

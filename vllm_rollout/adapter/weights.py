@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing, get_layerwise_info
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 
@@ -43,6 +45,18 @@ def listen(model: nn.Module) -> None:
         return load_weights(*args, **kwargs)
 
     model.load_weights = load_and_count  # type: ignore[assignment]
+
+
+def keep_old(model: nn.Module, config: ModelConfig) -> None:
+    """After a load that failed, give each layer whose new weights are not complete its old ones.
+
+    vLLM keeps them aside until then. The layer itself has no memory meanwhile.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.load_numel = 0
+        info.loaded_weights.clear()
+    finalize_layerwise_processing(model, config)
 
 
 def listen_to_calls() -> None:
@@ -85,6 +99,7 @@ def _look(core: EngineCore, method: object, *args: Any, **kwargs: Any) -> None:
     if not (isinstance(method, str) and method.startswith(OWN_CALLS)):
         Changes.num = max(Changes.num, _asked(core, "rollout_num_changes"))
         _weights_came(core)
+        core.scheduler.hold(bool(_asked(core, "rollout_lacks_weights")))
 
 
 def _look_at_adapter(core: EngineCore, adapter: Any, *args: Any, **kwargs: Any) -> None:

@@ -399,7 +399,7 @@ async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engin
 
 
 async def test_groups_start_again_when_bad_weights_of_another_model_are_over(app, http, engine) -> None:
-    """KV of the other model's weights may have made the logits not finite. This model gets no weights without a batch."""
+    """KV of the other model may have made the logits not finite. This model gets no weights without a batch."""
     engine.weight_version = "step-0"
     await make(http, batch=1)
     engine.failures, engine.error = {0: 1, 1: 1}, NOT_FINITE

@@ -91,6 +91,7 @@ class GroupSchedulerMixin:
         self.num_preemptions = 0
         self._preempted_aside = False
         """True if we have preempted a request since the last step, and no request may be admitted in the next one."""
+        self._is_held, self._asked_pause = False, PauseState.UNPAUSED
         self.num_unmet = 0
         """Joined groups whose siblings did not come."""
         self.parts = CoreParts.of(self)
@@ -310,7 +311,15 @@ class GroupSchedulerMixin:
             return [request for request in finished if request.request_id not in self._candidates]
         return finished
 
+    def hold(self, lacks_weights: bool) -> None:
+        """Schedule nothing while the model lacks weights, even if a client resumes generation."""
+        if lacks_weights != self._is_held:
+            self._is_held = lacks_weights
+            self.set_pause_state(self._asked_pause)
+
     def set_pause_state(self, pause_state: PauseState) -> None:
+        self._asked_pause = pause_state
+        pause_state = PauseState.PAUSED_ALL if self._is_held else pause_state
         super().set_pause_state(pause_state)
         self.weights.is_paused = pause_state != PauseState.UNPAUSED
         self.parts.call(CorePart.interrupted)

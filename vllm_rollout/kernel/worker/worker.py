@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
 from vllm_rollout.adapter.verification import mend_expansion
-from vllm_rollout.adapter.weights import Changes, listen
+from vllm_rollout.adapter.weights import Changes, keep_old, listen
 from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.kernel.worker.runner import extend_runner
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
@@ -41,13 +44,27 @@ class RolloutWorker(WorkerCalls, PlatformWorker):
     # Weights may also come without the model's `load_weights`, copied by vLLM into place.
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        Changes.num += 1
-        super().reload_weights(*args, **kwargs)
+        with self._loading():
+            super().reload_weights(*args, **kwargs)
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        Changes.num += 1
-        super().update_weights(*args, **kwargs)
+        with self._loading():
+            super().update_weights(*args, **kwargs)
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        with self._loading():
+            super().finish_weight_update(*args, **kwargs)
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Count a weights change. Raises: RuntimeError if it fails. The model is whole then, too."""
         Changes.num += 1
-        super().finish_weight_update(*args, **kwargs)
+        try:
+            yield
+        except Exception as error:
+            with set_current_vllm_config(self.vllm_config):
+                keep_old(self.model_runner.get_model(), self.vllm_config.model_config)
+            raise RuntimeError(
+                f"the weights do not fit the served model, or cannot be read ({error!r}). The model has its weights of "
+                "before, or a part of the new ones. Give it weights again."
+            ) from error

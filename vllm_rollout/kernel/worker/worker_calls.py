@@ -30,6 +30,12 @@ class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: igno
         Changes.num += 1
         return Changes.num
 
+    def rollout_lacks_weights(self) -> int:
+        """1 while new weights are on their way, so that layers have no memory. A step would end the engine."""
+        if self.model_runner is None:
+            return 0
+        return int(any(weight.is_meta for weight in self.model_runner.get_model().parameters()))
+
     def rollout_clean_kv(self) -> int:
         """Clean the KV cache of values that are not finite. Returns 1 if there were any."""
         if self.model_runner is None:

@@ -65,8 +65,8 @@ async def give_weights(
 
     Raises: ValueError for a folder without weights, for an unknown `kv`, an empty `version`, and for an adapter that is
     no folder. TypeError for a `version` that is no string.
-    RolloutError, 404 without the development mode. If sending fails, the server may have part of the weights: give them
-    again before the next rollout.
+    RolloutError, 404 without the development mode. If sending fails, the server may have a part of the weights: give
+    them again before the next rollout.
     """
     if kv not in get_args(KV):
         raise ValueError(f'kv must be "keep" or "recompute", got {kv!r}')
