@@ -394,7 +394,7 @@ class FakeEngine:
         end_reason: EndReason = "length" if length > room else "stop"
         length = min(length, room)
         if self.failures.get(index, length) < length:
-            end_reason, length = "failed", self.failures[index]
+            end_reason, length = "failed", max(self.failures[index], len(before))
         tokens = [chance.randrange(VOCAB_SIZE) for _ in range(length)]
         logprobs = [-chance.expovariate(1.0) for _ in range(length)]
         num = len(before)

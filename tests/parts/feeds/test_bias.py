@@ -52,3 +52,14 @@ def test_rewards_are_of_groups_that_have_one():
     meter = metered([10.0], [20.0])
     admitted: Share = meter.admitted()
     assert (admitted.tokens.num, admitted.rewards.num, admitted.rewards.mean) == (2, 1, 1.0)
+
+
+def test_a_warning_names_those_who_take_the_long_groups():
+    remedies = {"dropped": "raise max_staleness", "filtered": "The filter removes longer", "failed": "has the reasons"}
+    for fate, remedy in remedies.items():
+        meter = metered([10.0, 11.0, 12.0] * 4, [12.0])
+        for _ in range(4):
+            meter.over(fate, GroupSize(100.0))
+        assert remedy in (meter.warning(meter.admitted()) or "")
+    meter = metered([10.0, 11.0, 12.0] * 4, [])
+    assert "come later" in (meter.warning(meter.admitted(share_of([GroupSize(90.0)] * 6))) or "")

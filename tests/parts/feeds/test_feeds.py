@@ -17,6 +17,7 @@ from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.engine import GroupOrder, RequestError
 from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.kernel.rules.types import NOT_FINITE
+from vllm_rollout.parts.feeds.http import live
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
 from vllm_rollout.parts.feeds.http.live import MAX_STARTS
 
@@ -100,13 +101,13 @@ async def test_stopped_answers_of_a_race_come_with_all_that_an_off_policy_traine
 
 
 async def test_a_batch_is_taken_once_and_sent_again_by_its_key(http) -> None:
-    await make(http)
-    await put(http, 0, 6)
+    await make(http, max_staleness=2)
+    await put(http, 0, 9)
     first = await take(http, idempotency_key="k0")
     assert await take(http, idempotency_key="k0") == first
     second = await take(http, idempotency_key="k1")
     assert set(ids(first)).isdisjoint(ids(second))
-    await take(http, idempotency_key="k2", drain=True)
+    await take(http, idempotency_key="k2")
     error = await take(http, 410, idempotency_key="k0")
     assert error["param"] == "idempotency_key"
 
@@ -622,3 +623,38 @@ async def test_deferred_prompts_run_again_together_without_spare_candidates(app,
     assert max(batch["max_staleness"] for batch in batches) == 1
     feed = await look(http)
     assert (feed["num_deferred"], feed["totals"]["num_dropped"], feed["meter"]["admitted"]["num_groups"]) == (0, 0, 12)
+
+
+async def test_groups_that_are_aborted_start_again(http, engine, monkeypatch) -> None:
+    """As `/pause` does by vLLM's default, and `/abort_requests`: no prompt is at fault."""
+    monkeypatch.setattr(live, "AGAIN_S", 0.01)
+    engine.step_s, engine.lengths = 0.005, {0: 60, 1: 60}
+    await make(http)
+    await put(http, 0, 6)
+    await eventually(lambda: engine.num_running == 12)
+    engine.aborted |= set(engine.groups)
+    batch = await take(http)
+    assert (ids(batch), batch["failed"]) == (["q0", "q1", "q2"], [])
+    assert batch["meter"]["failed"]["num_groups"] == 0
+
+
+async def test_a_deleted_feed_gives_no_batch_to_those_who_wait_behind_another(http) -> None:
+    await make(http)
+    await put(http, 0, 2)
+    first = asyncio.create_task(take(http, 404))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(take(http, 404, drain=True))
+    await asyncio.sleep(0.01)
+    assert (await http.delete("/v1/feeds/a")).status_code == 204
+    assert "is not known here" in (await first)["message"]
+    assert "is not known here" in (await second)["message"]
+
+
+async def test_empty_batches_do_not_push_out_the_answer_of_another(http) -> None:
+    await make(http)
+    await put(http, 0, 3)
+    first = await take(http, idempotency_key="k0")
+    for number in range(3):
+        assert (await take(http, drain=True, idempotency_key=f"end-{number}"))["groups"] == []
+    assert await take(http, idempotency_key="k0") == first
+    await take(http, 410, idempotency_key="end-0")

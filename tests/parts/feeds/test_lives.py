@@ -15,7 +15,10 @@ from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import ids, make, prompts, take, update
 from tests.parts.feeds.test_restarts import Start, fill_disk, start  # noqa: F401
 from tests.support.waiting import eventually
+from vllm_rollout.kernel.rules.types import NOT_FINITE
+from vllm_rollout.parts.feeds.http import live
 from vllm_rollout.parts.feeds.http.body import BatchRequest
+from vllm_rollout.parts.feeds.rules.finite import MAX_BAD_VERSIONS
 
 
 class Life:
@@ -24,11 +27,12 @@ class Life:
     def __init__(self, begin: Start, seed: str) -> None:
         self.chance, self._begin = random.Random(seed), begin
         self.terms = {
-            "on_stale": self.chance.choice(["finish", "defer"]), "on_update": self.chance.choice(["keep", "stop"]),
+            "on_stale": self.chance.choice(["finish", "defer", "wait", "drop"]),
+            "on_update": self.chance.choice(["keep", "stop"]),
             "batch": self.chance.randint(1, 3), "max_staleness": self.chance.randint(0, 2), "redundancy": 1,
         }  # fmt: skip
         self.out: set[str] = set()
-        self.step = self.num_prompts = self.num_batches = 0
+        self.step = self.num_prompts = self.num_batches = self.num_bad = 0
         self.last_put: dict[str, Any] = {}
         self.boot("step-0")
 
@@ -63,8 +67,11 @@ class Life:
 
     def came(self, batch: dict[str, Any]) -> None:
         assert batch["failed"] == []
-        assert self.out.issuperset(ids(batch)), "no prompt comes back twice"
-        self.out.difference_update(ids(batch))
+        bound = self.terms["max_staleness"]
+        assert self.terms["on_stale"] == "finish" or 0 <= batch["max_staleness"] <= bound
+        back = [*ids(batch), *batch["dropped"]]
+        assert self.out.issuperset(back), "no prompt comes back twice"
+        self.out.difference_update(back)
 
     async def take(self) -> None:
         self.num_batches += 1
@@ -86,6 +93,18 @@ class Life:
             assert (await take(self.http, idempotency_key=body["idempotency_key"])) == batch
             if self.chance.random() < 0.7:
                 await self.update()
+
+    async def abort(self) -> None:
+        self.engine.aborted |= set(self.engine.groups)
+
+    async def give_bad_weights(self) -> None:
+        if self.num_bad + 1 < MAX_BAD_VERSIONS:
+            self.num_bad += 1
+            self.engine.failures, self.engine.error = {0: 2, 1: 2, 2: 2}, NOT_FINITE
+            await self.update()
+            await asyncio.sleep(self.chance.random() * 0.02)
+            self.engine.failures = {}
+            await self.update()
 
     async def kill(self) -> None:
         feed = self.service.live[0]
@@ -110,13 +129,19 @@ class Life:
         await self.service.live[0].close()
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_no_life_of_a_feed_loses_a_prompt_or_stands_still(start: Start, tmp_path: Path, seed: int) -> None:  # noqa: F811
+@pytest.mark.parametrize("seed", range(8))
+async def test_no_life_of_a_feed_loses_a_prompt_or_stands_still(
+    start: Start,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    monkeypatch.setattr(live, "AGAIN_S", 0.01)
     life = Life(start, str(seed))
     await make(life.http, **life.terms)
-    acts = [life.put, life.take, life.update, life.kill, life.begin_anew]
+    acts = [life.put, life.take, life.update, life.kill, life.begin_anew, life.abort, life.give_bad_weights]
     for _ in range(40):
-        (act,) = life.chance.choices(acts, [4, 6, 1, 1, 0.3])
+        (act,) = life.chance.choices(acts, [4, 6, 1, 1, 0.3, 0.7, 0.5])
         await act()
         await asyncio.sleep(life.chance.random() * 0.01)
     await life.end()

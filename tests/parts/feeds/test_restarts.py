@@ -434,3 +434,98 @@ async def test_deferred_prompts_wait_again_after_a_kill(start: Start) -> None:
         assert (await look(http))["num_waiting"] == 3
         after.weight_version = "step-1"
         assert ids(await take(http)) == ["q0", "q1"]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_groups_keep_the_order_of_their_births(start: Start, restarts: bool) -> None:
+    engine = FakeEngine(weight_version="step-0", lengths={0: 3, 1: 3})
+    app = start(engine)
+    refuses = True
+    async with http_of(app) as http:
+        await make(http, batch=1, max_staleness=2)
+        (feed,) = app.state.feed_service.live
+        run = feed.runner.run
+
+        async def runs(number: int, group: Any) -> None:
+            if group.prompt.id == "q0" and refuses:
+                raise RequestError("the engine is paused.", status=503, retry_after_s=0.01)
+            await run(number, group)
+
+        feed.runner.run = runs
+        await put(http, 0, 3)
+        await complete(app, 2)
+        await update(app, engine, "step-1")
+        refuses = False
+        await complete(app, 3)
+        if restarts:
+            await kill(app)
+            app = start(engine)
+        async with http_of(app) as after:
+            seen = []
+            for step in (2, 3, 4):
+                batch = await take(after)
+                assert batch["dropped"] == []
+                seen += [(group["prompt_id"], group["born"], group["staleness"]) for group in batch["groups"]]
+                await update(app, engine, f"step-{step}")
+    assert seen == [("q1", 0, 1), ("q2", 0, 2), ("q0", 1, 2)]
+
+
+async def test_a_disk_that_was_full_at_an_update_breaks_no_bound(start: Start) -> None:
+    """The disk has taken later groups, but not the numbers of the update before them."""
+    engine = FakeEngine(weight_version="step-0", lengths={0: 3, 1: 3})
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http, batch=2)
+        await put(http, 0, 6)
+        await complete(app, 4)
+        await take(http)
+        wait_for_disk()
+        fill_disk(app)
+        await update(app, engine, "step-1")
+        wait_for_disk()
+        fill_disk(app, False)
+        await complete(app, 4)
+        await kill(app)
+    app = start(engine)
+    async with http_of(app) as http:
+        ages = [[group["staleness"] for group in (await take(http))["groups"]] for _ in range(2)]
+    assert ages == [[1, 1], [0, 0]]
+
+
+async def test_a_group_that_was_deferred_on_a_full_disk_begins_anew(start: Start) -> None:
+    engine = FakeEngine(weight_version="step-0", lengths={0: 3, 1: 3})
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http, batch=2, max_staleness=0, on_stale="defer")
+        await put(http, 0, 2)
+        await complete(app, 2)
+        wait_for_disk()
+        engine.step_s = 60
+        fill_disk(app)
+        await update(app, engine, "step-1")
+        wait_for_disk()
+        fill_disk(app, False)
+        (feed,) = app.state.feed_service.live
+        feed.kept.left([], feed.state)  # as at any later event
+        await kill(app)
+    app = start(FakeEngine(weight_version="step-1", lengths={0: 3, 1: 3}))
+    async with http_of(app) as http:
+        assert [(group["born"], group["staleness"]) for group in (await take(http))["groups"]] == [(1, 0), (1, 0)]
+
+
+async def test_no_more_keys_are_on_disk_than_in_memory(start: Start, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.store.MAX_NAMES", 5)
+    app = start(engine := FakeEngine(weight_version="0"))
+    async with http_of(app) as http:
+        await make(http, batch=1)
+        for number in range(9):
+            await put(http, number, 1, idempotency_key=f"p{number}")
+            await take(http, idempotency_key=f"k{number}")
+            await update(app, engine, str(number + 1))
+        assert await take(http, idempotency_key="k8")
+    wait_for_disk()
+    (stored,) = app.state.feed_service._store.load()
+    assert [*stored.puts] == [f"p{number}" for number in range(4, 9)]
+    assert stored.keys == [f"k{number}" for number in range(4, 9)]
+    disk = app.state.feed_service._store._database
+    assert disk.execute("SELECT count(*) FROM digests").fetchone() == (5,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from tests.parts.pruning.learning_steps import PRUNING, teach
 from tests.parts.rewards.test_grading import FakeGraders
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.rules.types import NOT_FINITE
-from vllm_rollout.parts.feeds.http.live import LiveFeed
+from vllm_rollout.parts.feeds.http.live import MAX_STARTS, LiveFeed
 from vllm_rollout.parts.rounds.http import kept as kept_module
 from vllm_rollout.parts.rounds.http import resumed as resumed_module
 
@@ -402,3 +403,50 @@ async def test_no_kill_loses_a_prompt_or_returns_it_twice(start: Start, seed, on
             feed.kept.store = None  # killed: nothing is written any more
             await feed.close()
     assert sorted(seen) == sorted(f"q{i}" for i in range(12))
+
+
+async def test_a_stop_keeps_no_group_that_could_not_complete(app, http, engine) -> None:
+    """One of its candidates had logits that are not finite, and the update stops the other one."""
+    engine.weight_version, engine.step_s, engine.lengths = "step-0", 0.005, LONG
+    await make(http, on_update="stop", batch=1, max_staleness=8)
+    engine.failures, engine.error = {0: 10}, NOT_FINITE
+    await put(http, 0, 1)
+    await have_tokens(engine, 1, 12)
+    engine.failures = {}
+    await update(app, engine, "step-1")
+    batch = await take(http)
+    assert (ids(batch), batch["failed"]) == (["q0"], [])
+    assert {span["version"] for t in batch["groups"][0]["trajectories"] for span in t["weight_versions"]} == {"step-1"}
+
+
+async def test_stopped_groups_go_on_a_few_at_a_time() -> None:
+    engine = FakeEngine(weight_version="step-0", num_launch_places=1000)
+    app = make_app(engine)
+    http = http_of(app)
+    await make(http, on_update="stop", batch=1, max_staleness=99)
+    await put(http, 0, 1)
+    await eventually(lambda: feed_of(app).rule.complete)
+    engine.step_s, engine.lengths = 0.2, LONG
+    await put(http, 1, 99)
+    await have_tokens(engine, 198)
+    await update(app, engine, "step-1")
+    feed = feed_of(app)
+    await eventually(lambda: len(feed.stopped) == 99)
+    begun, turn, start_group = Counter(), 0, feed._start
+
+    def noted(number: int) -> None:
+        begun[turn] += 1
+        start_group(number)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    feed._start = noted
+    counting = asyncio.create_task(count_turns())
+    await take(http)
+    await eventually(lambda: begun.total() >= 99)
+    counting.cancel()
+    assert max(begun.values()) <= 2 * MAX_STARTS

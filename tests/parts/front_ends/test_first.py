@@ -94,6 +94,9 @@ OF_PARTS = [
     ("rounds", "POST", "/v1/runs"),
     ("rounds", "DELETE", "/v1/runs/a/rounds/3"),
     ("feeds", "POST", "/v1/feeds/a/batches"),
+    ("feeds", "POST", "/update_weight_version"),
+    ("feeds", "POST", "/finish_weight_update"),
+    ("feeds", "POST", "/v1/weights/adapter_version"),
     ("page", "GET", "/rollouts"),
     ("page", "GET", "/rollouts/assets/page.js"),
 ]

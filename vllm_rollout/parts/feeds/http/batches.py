@@ -25,7 +25,9 @@ from vllm_rollout.parts.feeds.rules.bias import Share, share_of
 from vllm_rollout.parts.feeds.rules.feed import Newest, TakenGroup
 
 NUM_KEPT = 2
-"""Batches whose answers are kept."""
+"""Batches whose answers are kept, and as many empty ones."""
+EMPTY = b'"groups":[]}'
+"""End of the answer of an empty batch."""
 
 
 class Batches:
@@ -57,9 +59,9 @@ class Batches:
             return None
         self._used.add(key)
         answer = _batch(self.feed, taken, key, waited_s)
-        self._keep(key, answer)
+        forgotten = self._keep(key, answer)
         turns = [group.turn for _, group in taken]
-        self.feed.kept.take(BatchToKeep(turns, self.feed.num_batches - 1, key, b"".join(answer), NUM_KEPT))
+        self.feed.kept.take(BatchToKeep(turns, self.feed.num_batches - 1, key, b"".join(answer), forgotten))
         return answer
 
     def take_up(self, stored: StoredFeed) -> None:
@@ -71,10 +73,17 @@ class Batches:
         for key, answer in stored.answers.items():
             self._keep(key, [answer])
 
-    def _keep(self, key: str, answer: list[bytes]) -> None:
+    def _keep(self, key: str, answer: list[bytes]) -> list[str]:
+        """Keep an answer. Returns the keys whose answers are forgotten. An empty batch pushes out no other one."""
         self._answers[key] = answer
-        if len(self._answers) > NUM_KEPT:
-            del self._answers[next(iter(self._answers))]
+        alike = [each for each, its in self._answers.items() if _is_empty(its) == _is_empty(answer)]
+        for each in (forgotten := alike[:-NUM_KEPT]):
+            del self._answers[each]
+        return forgotten
+
+
+def _is_empty(answer: list[bytes]) -> bool:
+    return b"".join(answer[-2:]).endswith(EMPTY)
 
 
 def _batch(feed: LiveFeed, taken: Sequence[tuple[TakenGroup, AdmittedGroup]], key: str, waited_s: float) -> list[bytes]:

@@ -6,14 +6,14 @@ Invariant: a batch is on disk before it is sent, and before numbers that count i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from vllm_rollout.background import heard, spawn
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.parts.feeds.http.running import KeptOutput
+from vllm_rollout.parts.feeds.http.running import AdmittedGroup, KeptOutput
 from vllm_rollout.parts.feeds.http.store import BatchToKeep, FeedStore
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-feeds")
@@ -28,7 +28,9 @@ class Kept:
         self._batch: BatchToKeep | None = None
         """A batch that is perhaps not on disk yet."""
         self._gone: list[int] = []
-        """Prompts that left, and are on disk still. Only the thread has it."""
+        """Prompts that left, and are on disk still. Only the thread has it and the next one."""
+        self._anew: list[int] = []
+        """Prompts that begin anew, and whose groups are on disk still."""
         self._newest: Mapping[str, Any] = {}
         """The newest numbers that are to be written soon."""
 
@@ -55,22 +57,18 @@ class Kept:
         if self.store is not None:
             self._later(partial(self.store.completed, self._name, turn, born, fields, group))
 
-    def stopped(self, turn: int, born: int, born_version: str | None, kept: KeptOutput) -> None:
+    def stopped(self, group: AdmittedGroup, kept: KeptOutput) -> None:
         """Write the output of a stopped group soon. After a kill before that, it goes on with less, or runs again."""
         if self.store is not None:
-            fields = {"born_version": born_version, "indices": kept.indices, "num_tokens": kept.num_tokens}
-            self._later(partial(self.store.stopped, self._name, turn, born, fields, kept.packed))
+            names = {"born_version": group.born_version, "is_long": group.is_long}
+            fields = {**names, "indices": kept.indices, "num_tokens": kept.num_tokens}
+            self._later(partial(self.store.stopped, self._name, group.turn, group.born, fields, kept.packed))
 
-    def again(self, turn: int) -> None:
-        """Forget the group of a prompt soon. It begins anew."""
-        if self.store is not None:
-            self._later(partial(self.store.again, self._name, turn))
-
-    def left(self, turns: list[int], state: Mapping[str, Any]) -> None:
-        """Forget prompts soon, and keep the feed's numbers."""
+    def left(self, turns: list[int], state: Mapping[str, Any], anew: Sequence[int] = ()) -> None:
+        """Forget prompts soon, and keep the feed's numbers. `anew`: prompts that begin anew."""
         if self.store is not None:
             self._newest = state
-            self._later(partial(self._write, self.store, turns, state, self._batch, may_skip=True))
+            self._later(partial(self._write, self.store, turns, state, self._batch, anew, may_skip=True))
 
     def take(self, batch: BatchToKeep) -> None:
         """Note a batch, which `written` writes, or `left` before that."""
@@ -90,18 +88,21 @@ class Kept:
         turns: list[int],
         state: Mapping[str, Any],
         batch: BatchToKeep | None,
+        anew: Sequence[int] = (),
         *,
         may_skip: bool = False,
     ) -> None:
         """Write numbers together with the batch and the prompts that they count. Runs on the thread. `may_skip`: newer
         numbers may be written in place of these."""
         self._gone += turns
+        self._anew += anew
         if may_skip and state is not self._newest:
             return
         if batch is not None and batch.is_written:
             batch = None
-        store.left(self._name, self._gone, state, batch)
+        store.left(self._name, self._gone, self._anew, state, batch)
         self._gone.clear()
+        self._anew.clear()
         if batch is not None:
             batch.is_written = True
 

@@ -6,6 +6,7 @@ Invariant: each prompt that was put waits, runs, is complete, or is in exactly o
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -28,7 +29,7 @@ from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
 from vllm_rollout.parts.feeds.http.queue import PromptQueue, WaitingPrompt
 from vllm_rollout.parts.feeds.http.running import AdmittedGroup, GroupEnd, GroupRunner, KeptOutput
 from vllm_rollout.parts.feeds.http.since import SinceBatch
-from vllm_rollout.parts.feeds.http.store import StoredFeed
+from vllm_rollout.parts.feeds.http.store import StoredFeed, StoredPrompt
 from vllm_rollout.parts.feeds.rules.bias import BiasMeter, Fate, GroupSize
 from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup, Versions, WaitsFor
 from vllm_rollout.parts.feeds.rules.finite import FiniteLogits
@@ -119,26 +120,30 @@ class LiveFeed:
         last = stored.prompts[-1].turn if stored.prompts else -1  # prompts are written without the numbers
         self.queue.num_put, self.num_batches = max(state["num_put"], last + 1), state["num_batches"]
         rule.version, rule.num_used = state["version"], state["num_used"]
+        for each in stored.prompts:
+            if each.born is not None and each.born > rule.version:  # a full disk has not taken the newest numbers
+                rule.version, self.versions = each.born, Versions(each.fields["born_version"])
         self.since = SinceBatch.of_state(state.get("since", {}))  # older files have none
         self.is_held = True
-        for turn, body, born, fields, group, packed in stored.prompts:
+        for turn, body, born, fields, answer, packed in sorted(stored.prompts, key=_by_birth):
             prompt = Prompt.model_validate_json(body)
-            if born is None:
-                self.queue.waiting.append(WaitingPrompt.of(turn, prompt))
+            if born is None or rule.is_too_old(born):
+                self.queue.again(WaitingPrompt.of(turn, prompt))
                 continue
             number, rule.num_admitted = rule.num_admitted, rule.num_admitted + 1
+            group = AdmittedGroup(prompt, turn, self.request.group_size, born, fields["born_version"])
+            self.groups[number] = group
+            if fields.get("is_long"):  # older files have none
+                group.is_long = True
+                rule.long.add(number)
             if packed is not None:
                 rule.running[number] = born
-                before = KeptOutput(packed, fields["indices"], fields["num_tokens"])
-                self.groups[number] = AdmittedGroup(
-                    prompt, turn, self.request.group_size, born, fields["born_version"], before=before
-                )
+                group.before = KeptOutput(packed, fields["indices"], fields["num_tokens"])
                 self.stopped.add(number)
-                continue
-            rule.complete[number], rule.sizes[number] = born, len(group)
-            end = GroupEnd(GroupSize(fields["tokens"], fields["reward"]))
-            names = fields["born_version"], fields["rollout_id"]
-            self.groups[number] = AdmittedGroup(prompt, turn, self.request.group_size, born, *names, end, group)
+            else:
+                rule.complete[number], rule.sizes[number] = born, len(answer)
+                group.rollout_id, group.json = fields["rollout_id"], answer
+                group.end = GroupEnd(GroupSize(fields["tokens"], fields["reward"]))
 
     def weights_named(self, name: str | None) -> None:
         """Note the name of the current weights. Another name than before is a weights update."""
@@ -149,7 +154,8 @@ class LiveFeed:
         self.is_held = was_held and name is None and before is not None
         if self.versions.is_new(name):
             dropped = [self._drop(number) for number in self.rule.updated()]
-            self.kept.left([] if self.request.on_stale == "defer" else dropped, self.state)
+            gone, anew = ([], dropped) if self.request.on_stale == "defer" else (dropped, [])
+            self.kept.left(gone, self.state, anew)
             if self.request.on_update == "stop":
                 self._stop_running()
             if self.request.on_update == "recompute":
@@ -249,14 +255,18 @@ class LiveFeed:
         """Let stopped groups go on unless a batch is complete, and start as many groups as there is room for."""
         may_start = self._may_start and self.runner.is_ready and self._admits_more is None
         if may_start and not self.rule.is_ready:
-            for number in sorted(self.stopped):
+            going_on = sorted(self.stopped)[:MAX_STARTS]
+            for number in going_on:
                 self._start(number)
-            self.stopped.clear()
+            self.stopped.difference_update(going_on)
+            if self.stopped:  # they are older than prompts that wait
+                self._start_more()
+                may_start = False
         if may_start:
             self.queue.start_long(self.rule.num_long(len(self.queue.deferred), len(self.queue.waiting)))
         num_to_start = min(len(self.queue.waiting), self.rule.capacity) if may_start else 0
         if num_to_start > MAX_STARTS:
-            self._admits_more = asyncio.get_running_loop().call_soon(self._admit_more)
+            self._start_more()
         for _ in range(min(num_to_start, MAX_STARTS)):
             turn, prompt, _, is_long = self.queue.waiting.popleft()
             number = self.rule.admit(is_long=is_long)
@@ -267,9 +277,12 @@ class LiveFeed:
             self._start(number)
         self._notify()
 
-    def _admit_more(self) -> None:
-        self._admits_more = None
-        self.admit()
+    def _start_more(self) -> None:
+        def more() -> None:
+            self._admits_more = None
+            self.admit()
+
+        self._admits_more = asyncio.get_running_loop().call_soon(more)
 
     def _start(self, number: int) -> None:
         group = self.groups[number]
@@ -323,6 +336,7 @@ class LiveFeed:
             if self.finite.blames_weights(group.turn, name, group.version, self.rule.version):
                 self.since.warn(f"prompt {name!r}: {NOT_FINITE} Its group starts again.")
                 self.wasted_tokens += group.usage.generated_tokens
+                group.kept = None  # by weights that may be bad
                 self._again(number)
                 return
             reason = NOT_FINITE
@@ -333,7 +347,7 @@ class LiveFeed:
             num_kept = 0 if goes_on_with is None else goes_on_with.num_tokens
             self.wasted_tokens += group.num_before + group.usage.generated_tokens - num_kept
             if group.kept is not None:
-                self.kept.stopped(group.turn, group.born, group.born_version, group.kept)
+                self.kept.stopped(group, group.kept)
             self._again(number)
             return
         if group.is_complete:
@@ -351,7 +365,8 @@ class LiveFeed:
             self.rule.completed(number, len(group.json))
             group.before = group.before and replace(group.before, packed=b"")
             size, born = group.size, self.rule.complete[number]
-            fields = {"born_version": group.born_version, "rollout_id": group.rollout_id, **asdict(size)}
+            names = {"born_version": group.born_version, "rollout_id": group.rollout_id, "is_long": group.is_long}
+            fields = {**names, **asdict(size)}
             self.kept.completed(group.turn, born, fields, group.json)
             self._put_back()
         self.admit()
@@ -400,7 +415,6 @@ class LiveFeed:
         if self.request.on_stale == "defer":
             self.since.deferred.append(group.prompt.id or "")
             self.queue.deferred.append(WaitingPrompt.of(group.turn, group.prompt))
-            self.kept.again(group.turn)
         else:
             self.since.dropped.append(group.prompt.id or "")
         if self.request.on_stale == "wait":
@@ -433,3 +447,8 @@ class LiveFeed:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _by_birth(stored: StoredPrompt) -> tuple[float, int]:
+    """Orders prompts on disk as their groups were born. Prompts that wait come last."""
+    return math.inf if stored.born is None else stored.born, stored.turn

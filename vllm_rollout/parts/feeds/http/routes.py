@@ -21,7 +21,8 @@ from vllm_rollout.parts.feeds.http.service import FeedService
 
 router: APIRouter = APIRouter(route_class=RolloutRoute, tags=["feeds"])
 ROUTES = {45: router}
-OF_FIRST = ("/v1/feeds",)
+OF_FIRST = ("/v1/feeds", "/finish_weight_update", "/update_weight_version", "/v1/weights/adapter_version")
+"""Paths of the first process. It has the feeds, which hear each name of weights from it."""
 
 NO_BATCH = "There was no batch within timeout_s seconds. The message says what it waits for."
 

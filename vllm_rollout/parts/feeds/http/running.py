@@ -18,7 +18,7 @@ from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.parts import face
-from vllm_rollout.kernel.rules.types import NOT_FINITE
+from vllm_rollout.kernel.rules.types import ABORTED, NOT_FINITE
 from vllm_rollout.parts.feeds.http.body import FeedRequest
 from vllm_rollout.parts.feeds.rules.bias import GroupSize
 
@@ -89,8 +89,8 @@ class AdmittedGroup:
     """Output to go on with, of a stopped group."""
     saw_bad_weights: bool = False
     """True if a candidate failed because logits were not finite."""
-    no_rank: str | None = None
-    """Reason why it is not complete, if no rank took its candidates. One may take them later."""
+    no_fault: str | None = None
+    """Reason why it is not complete, if its prompt is not at fault: no rank took it, or a client has aborted it."""
 
     @property
     def size(self) -> GroupSize:
@@ -169,8 +169,8 @@ class RolloutRunner:
                     group.end, group.json = _end_of(event, ungraded), groups.of(event.prompt_id)
                 elif isinstance(event, DoneEvent):
                     group.usage, group.warnings = event.usage, event.warnings
-        if group.no_rank is not None:
-            raise RequestError(group.no_rank, status=HTTPStatus.SERVICE_UNAVAILABLE)
+        if group.no_fault is not None:
+            raise RequestError(group.no_fault, status=HTTPStatus.SERVICE_UNAVAILABLE)
 
     def events(self, name: str | None) -> AsyncGenerator[Any, None]:
         raise RequestError(
@@ -204,9 +204,11 @@ class _GroupLengths(GroupPart):
     """Overrides: ended, restarted, decided."""
 
     def __init__(self, group: AdmittedGroup, record: GroupRecord) -> None:
-        self._group, self._record = group, record
+        self._group, self._record, self._was_aborted = group, record, False
 
     def ended(self, end: CandidateEnd) -> None:
+        has_failed = end.ending.state == "failed"
+        self._was_aborted |= has_failed and (end.error == ABORTED or end.finish_reason == "abort")
         self._group.num_ended += 1
         self._group.num_tokens += end.ending.num_tokens - end.ending.num_resumed
         self._group.saw_bad_weights |= end.error == NOT_FINITE
@@ -216,5 +218,6 @@ class _GroupLengths(GroupPart):
 
     def decided(self, over: Over) -> None:
         lost, result = self._record.lost, over.result
-        if lost is not None and lost.no_rank and result.status == "incomplete":
-            self._group.no_rank = result.reason
+        is_at_fault = not self._was_aborted and (lost is None or not lost.no_rank)
+        if result.status == "incomplete" and not is_at_fault:
+            self._group.no_fault = result.reason

@@ -132,6 +132,9 @@ class FeedService:
 
     async def put(self, id: str, request: PutRequest) -> FeedAnswer:
         """Add prompts. Raises: RequestError, 409 for the key of other prompts, 507 if too many wait."""
+        return await to_its_end(self._put(id, request), "prompts of a feed", refusals=(RequestError,))
+
+    async def _put(self, id: str, request: PutRequest) -> FeedAnswer:
         found = self._find(id)
         await self._look(found.feed.model)
         key = request.idempotency_key
@@ -166,6 +169,7 @@ class FeedService:
             await _written(found, key)
             await self._look(found.feed.model)
             await found.feed.try_again()
+            self._check_there(id, found)
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
                 if found.feed.refusal is not None:
                     raise _refused(found.feed)

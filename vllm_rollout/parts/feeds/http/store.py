@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.feeds.rules.feed import MAX_NAMES
 from vllm_rollout.private_database import give_unowned, open_database
 
 FEEDS = "feeds.sqlite"
@@ -93,8 +94,8 @@ class BatchToKeep:
     number: int
     key: str
     body: bytes
-    num_kept: int
-    """Newest batches whose answers are kept."""
+    forgotten: list[str]
+    """Keys of older batches whose answers are not kept any more."""
     is_written: bool = False
 
 
@@ -140,6 +141,12 @@ class FeedStore:
             if key is not None:
                 run("REPLACE INTO keys VALUES (?, 'put', ?, ?)", (name, key, last))
                 run("REPLACE INTO digests VALUES (?, ?, ?)", (name, key, digest))
+                _forget_keys(run, name, "put")
+                run(
+                    "DELETE FROM digests WHERE feed = ? AND key NOT IN "
+                    "(SELECT key FROM keys WHERE feed = ? AND kind = 'put')",
+                    (name, name),
+                )
 
     def completed(self, name: str, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
         values = (born, json.dumps(fields), zlib.compress(group, 1), name, turn)
@@ -151,30 +158,38 @@ class FeedStore:
         with self._transaction() as run:
             run("UPDATE prompts SET born = ?, fields = ?, kept = ? WHERE feed = ? AND turn = ?", values)
 
-    def again(self, name: str, turn: int) -> None:
-        """Forget what is known of a prompt's group."""
+    def left(
+        self,
+        name: str,
+        turns: Iterable[int],
+        anew: Iterable[int],
+        state: Mapping[str, Any],
+        batch: BatchToKeep | None,
+    ) -> None:
+        """Forget prompts whose groups are in no batch, and the groups of prompts that begin `anew`. Keep the feed's
+        numbers. `batch`: one that they count. It may be written twice. Nothing is written of a feed that was deleted.
+        """
         with self._transaction() as run:
-            values = (name, turn)
-            run(
-                "UPDATE prompts SET born = NULL, fields = NULL, json = NULL, kept = NULL WHERE feed = ? AND turn = ?",
-                values,
-            )
-
-    def left(self, name: str, turns: Iterable[int], state: Mapping[str, Any], batch: BatchToKeep | None) -> None:
-        """Forget prompts whose groups are in no batch, and keep the feed's numbers. `batch`: one that they count. It
-        may be written twice. Nothing is written of a feed that was deleted."""
-        with self._transaction() as run:
+            for turn in anew:
+                run(
+                    "UPDATE prompts SET born = NULL, fields = NULL, json = NULL, kept = NULL "
+                    "WHERE feed = ? AND turn = ?",
+                    (name, turn),
+                )
             for turn in (*turns, *(() if batch is None else batch.turns)):
                 run("DELETE FROM prompts WHERE feed = ? AND turn = ?", (name, turn))
             is_there = run("UPDATE feeds SET state = ? WHERE name = ?", (_as_json(state), name)).rowcount
             if batch is not None and is_there:
                 number, body = batch.number, memoryview(zlib.compress(batch.body, 1))
                 run("REPLACE INTO keys VALUES (?, 'batch', ?, ?)", (name, batch.key, number))
+                _forget_keys(run, name, "batch")
                 run("REPLACE INTO answers VALUES (?, ?, ?, ?)", (name, number, batch.key, body[:MAX_BLOB]))
                 for at in range(MAX_BLOB, len(body), MAX_BLOB):
                     run("REPLACE INTO pieces VALUES (?, ?, ?, ?)", (name, number, at, body[at : at + MAX_BLOB]))
-                for table in ("answers", "pieces"):
-                    run(f"DELETE FROM {table} WHERE feed = ? AND number <= ?", (name, number - batch.num_kept))
+                for key in batch.forgotten:
+                    its = "feed = ? AND number = (SELECT number FROM answers WHERE feed = ? AND key = ?)"
+                    for table in ("pieces", "answers"):
+                        run(f"DELETE FROM {table} WHERE {its}", (name, name, key))
 
     def load(self) -> list[StoredFeed]:
         """All feeds. Raises: RuntimeError for a damaged file."""
@@ -218,6 +233,15 @@ class FeedStore:
                 "repeat the request.",
                 status=HTTPStatus.INSUFFICIENT_STORAGE,
             ) from error
+
+
+def _forget_keys(run: Any, name: str, kind: str) -> None:
+    """Forget all but the newest keys, as memory does."""
+    run(
+        "DELETE FROM keys WHERE feed = ? AND kind = ? AND key NOT IN "
+        "(SELECT key FROM keys WHERE feed = ? AND kind = ? ORDER BY number DESC LIMIT ?)",
+        (name, kind, name, kind, MAX_NAMES),
+    )
 
 
 def _delete(run: Any, name: str) -> None:

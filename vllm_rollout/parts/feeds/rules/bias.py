@@ -15,6 +15,11 @@ from typing import Literal, get_args
 
 Fate = Literal["trained", "filtered", "dropped", "failed"]
 FATES: tuple[Fate, ...] = get_args(Fate)
+REMEDIES: dict[Fate, str] = {
+    "filtered": "The filter removes longer groups: their rewards are all the same.",
+    "dropped": 'Dropped groups are longer: raise max_staleness, or set on_stale to "wait".',
+    "failed": "Groups that failed are longer: `failed` of each batch has the reasons.",
+}
 MIN_TRAINED = 8
 """Trained groups from which on lengths are compared."""
 
@@ -102,8 +107,12 @@ class BiasMeter:
         error = trained.std_error or 0.0
         if all_lengths.mean - trained.mean <= error:
             return None
+        remedy = REMEDIES.get(self._lacks_most(trained.mean), "Groups that wait or run are longer, and come later.")
         return (
             f"trained groups have {trained.mean:.1f} tokens on average, admitted ones at least {all_lengths.mean:.1f} "
-            f"(standard error {error:.1f}): long answers are underrepresented. Raise max_staleness, race with "
-            'redundancy, or set on_stale to "wait".'
+            f"(standard error {error:.1f}): long answers are underrepresented. {remedy}"
         )
+
+    def _lacks_most(self, mean: float) -> Fate:
+        """The fate that has taken most tokens beyond groups of the `mean` length. "trained": none has."""
+        return max(FATES, key=lambda fate: self.shares[fate].tokens.sum - mean * self.shares[fate].tokens.num)

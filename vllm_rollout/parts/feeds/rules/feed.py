@@ -139,16 +139,17 @@ class Feed:
         """The weights have changed. Returns the groups that have become too old. They are dropped."""
         self.version += 1
         self.num_used = max(self.num_used, self.version * self.terms.batch)
-        if self.terms.on_stale == "finish":
-            return []
-        oldest = self.version - self.terms.max_staleness
-        running = [number for number, at in self.running.items() if at < oldest]
-        complete = [number for number, at in self.complete.items() if at < oldest]
+        running = [number for number, at in self.running.items() if self.is_too_old(at)]
+        complete = [number for number, at in self.complete.items() if self.is_too_old(at)]
         for number in running:
             self.gave_up(number)
         for number in complete:
             self._pop_complete(number)
         return running + complete
+
+    def is_too_old(self, born: int) -> bool:
+        """True if no batch may have a group that was born at this version."""
+        return self.terms.on_stale != "finish" and born < self.version - self.terms.max_staleness
 
     @property
     def is_ready(self) -> bool:

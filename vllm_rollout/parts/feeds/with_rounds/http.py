@@ -67,12 +67,14 @@ class _StoppableGroup(GroupPart):
             return
         record, group = self._record, self._group
         ends = [end for end in record.ends.values() if _goes_on(end.ending)]
-        blob, indices = await packed(record, ends, len(ends))
+        are_enough = len(ends) >= record.plan.group_size  # else it could not complete
+        blob, indices = await packed(record, ends, len(ends)) if are_enough else (None, ())
         if blob is None:
             next_step = "starts anew" if group.before is None else "goes on from its earlier tokens"
-            self._rollout.warnings.append(
-                f"prompt {record.prompt.id!r} {next_step}: its candidates have more than {MAX_KEPT_BYTES} bytes."
+            why = (
+                f"its candidates have more than {MAX_KEPT_BYTES} bytes" if are_enough else "too many candidates failed"
             )
+            self._rollout.warnings.append(f"prompt {record.prompt.id!r} {next_step}: {why}.")
         else:
             num_tokens = sum(record.ends[index].ending.num_tokens for index in indices)
             group.kept = KeptOutput(blob, list(indices), num_tokens)

@@ -115,6 +115,7 @@ class SessionRunner:
         """`changed`: called when a harness comes."""
         self._sessions, self._feed_id, self._request, self._changed = sessions, feed_id, request, changed
         self._harnesses: dict[str, Harness] = {}
+        self._is_closed = False
 
     @property
     def is_ready(self) -> bool:
@@ -156,6 +157,7 @@ class SessionRunner:
         group.usage = Usage(generated_tokens=answer.generated_tokens, wasted_tokens=wasted)
 
     def close(self) -> None:
+        self._is_closed = True
         for harness in self._harnesses.values():
             harness.leave()
 
@@ -175,6 +177,8 @@ class SessionRunner:
         return self._read(name)
 
     async def _read(self, name: str) -> AsyncGenerator[SessionFeedEvent, None]:
+        if self._is_closed:  # the feed was deleted before the stream began
+            return
         harness = self._harnesses.setdefault(name, Harness())
         harness.leave()
         events = harness.events = asyncio.Queue()
