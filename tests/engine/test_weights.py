@@ -21,6 +21,7 @@ from tests.engine.conftest import V2, Server, paused, python_path, serve_command
 from tests.support.reference import worst
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, WEIGHT_SPANS, has
+from vllm_rollout.kernel import parts
 
 pytestmark = pytest.mark.versions
 
@@ -169,6 +170,28 @@ def test_requests_wait_while_the_model_lacks_weights(changing: Server, folders: 
         for trajectory in waiting.result()["trajectories"]:
             assert worst(folders[1], PROMPTS[0], trajectory) < TOLERANCE
     assert changing.http.get("/is_paused").json() == {"is_paused": False}
+
+
+@pytest.mark.skipif(not parts.has("feeds"), reason="this server has no feeds")
+def test_groups_that_a_pause_aborts_start_again(changing: Server, folders: list[str]) -> None:
+    """vLLM's `/pause` aborts what runs by default. A trainer that pauses so loses no prompt of its feed."""
+    give(changing, folders[0], "step-0")
+    with RolloutClient(str(changing.http.base_url)) as client:
+        feed = client.feed(
+            group_size=2, batch=2, max_staleness=1, sampling_params={"max_tokens": 300, "ignore_eos": True}
+        )
+        with feed:
+            feed.put([{"id": str(i), "prompt_token_ids": prompt} for i, prompt in enumerate(PROMPTS)])
+            changing.wait_until(lambda: changing.num_in_engine >= 4)
+            changing.http.post("/pause").raise_for_status()
+            give(changing, folders[1], "step-1")
+            changing.http.post("/resume").raise_for_status()
+            batch = feed.batch()
+            assert (sorted(group.prompt_id for group in batch.groups), batch.failed) == (["0", "1"], [])
+            spans = {
+                span["version"] for group in batch.groups for t in group.trajectories for span in t.weight_versions
+            }
+            assert spans == {"step-1"}
 
 
 def update_under(server: Server, folders: list[str], num_tokens: int) -> None:
