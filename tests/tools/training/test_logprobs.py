@@ -30,7 +30,7 @@ def test_gradients_reach_the_model_and_low_precision_is_widened():
     logprobs.sum().backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
     model.zero_grad()
-    with pytest.raises(ValueError, match="shorter|longer"):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         answer_logprobs(model, [[1]], [])
 
 
