@@ -101,11 +101,10 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
 def run_fields(args: Namespace) -> dict[str, Any]:  # the same for a run, once
     _, fields = rollout_fields(args)
     fields |= {"prompt_speculation": args.speculation, "response_speculation": args.speculation}
-    fields |= {"filter": "zero_variance"} if args.algorithm == "dapo" else {}
-    return {**fields, "resume": args.resume}
+    return {**fields, "filter": "zero_variance" if args.algorithm == "dapo" else None, "resume": args.resume}
 
 
 def feed_fields(args: Namespace) -> dict[str, Any]:
     size, fields = rollout_fields(args)
-    fields |= {"filter": "zero_variance"} if args.algorithm == "dapo" else {}
-    return {**fields, "group_size": size, "batch": args.prompts, "max_staleness": args.max_staleness}
+    fields |= {"filter": "zero_variance" if args.algorithm == "dapo" else None, "max_staleness": args.max_staleness}
+    return {**fields, "group_size": size, "batch": args.prompts}

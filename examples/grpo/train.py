@@ -1,4 +1,4 @@
-"""GRPO and DAPO in plain torch, with rollouts and rewards by `vllm-rollout serve`: one update per step, on policy.
+"""GRPO and DAPO on `vllm-rollout serve`: one update per step, and on policy, except with --feed and --resume.
 
     python -m examples.grpo.pretrain models                                   # models/careful, some five minutes
     python -m examples.grpo.train models/careful runs/race --race --serve     # 25 steps
@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,14 @@ from vllm_rollout.training.weights import check_finite, save_weights
 
 CLIP_NORM, WARMUP_STEPS = 1.0, 5  # Adam's first steps are all sign
 MOST_IDLE_STEPS, MOST_ASKS = 10, 4  # steps in a row without a gradient, then an error; requests in a step of DAPO
+LOOK_S = 30.0  # for a batch of a feed: then the trainer looks whether the server lacks its weights
 LARGEST_DIFFERENCE = 0.1  # mean distance of log probabilities, in nats: from there on the server has other weights
-STARTING = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)  # or a proxy without it
-STARTING += (HTTPStatus.PRECONDITION_FAILED,)  # it has started anew, with its first weights
+STARTING = (412, 502, 503, 504)  # it was started anew and has other weights, it starts, or a proxy does not find it
 NOT_TERMS = {"output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience"}  # may change
 NOT_TERMS |= {"lr", "micro_tokens", "nccl"}
+NEEDS = (("resume", "rounds"), ("speculation", "rounds"), ("max_staleness", "feed"), ("serve_flags", "serve"))
+NOT_WITH = (("feed", "rounds"), ("feed", "stream"), ("feed", "audit_ratio"), ("nccl", "serve"), ("nccl", "lora"))
+LEAST = {"prompts": 1, "max_tokens": 1, "evaluate_every": 1, "held_out": 1, "max_staleness": 0}
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,7 +49,8 @@ class Progress:
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(3))  # in the names of its weights
     step: int = 0
     num_prompts: int = 0
-    seconds: float = 0.0  # of steps, without evaluations and starts
+    first_problem: int = 0  # of the present feed
+    seconds: float = 0.0  # of steps that succeeded, each with the transfer of its weights before it
     num_idle: int = 0  # steps in a row without a gradient
     run: str | None = None  # of rounds
     learned: bytes = b""  # the server's state: lengths, scores and runs, if they matter
@@ -81,7 +84,7 @@ class Training:
         self.trainer = StreamTrainer(self.learned.values(), self.optimizer, max_norm=CLIP_NORM)
         self.terms = dataclasses.replace(ALGORITHMS[args.algorithm], correction=CORRECTIONS[args.correct])
         self.filters = args.algorithm == "dapo"
-        self.progress, self.run, self.feed, self.version = Progress(), None, None, None
+        self.progress, self.run, self.feed, self.version, self.sync_s = Progress(), None, None, None, 0.0
         self.checkpoint, self.record = args.output / "checkpoint.pt", args.output / "record.jsonl"
 
     def go(self) -> None:
@@ -92,16 +95,9 @@ class Training:
         while self.progress.step < self.args.steps:
             if self.progress.step % self.args.evaluate_every == 0:
                 self.persist(self.evaluate)
-            began = time.perf_counter()
-            step = self.persist(self.roll_out_and_learn)
-            if self.feed:
-                self.save()  # before the server gets the weights: they never go back, which would make groups too old
-            learned = time.perf_counter()
+            self.say(self.persist(self.roll_out_and_learn))
+            self.save()  # before the server gets the weights: a feed's never go back, which would make groups too old
             self.persist(self.give_weights)
-            step.seconds |= {"sync": time.perf_counter() - learned, "step": time.perf_counter() - began}
-            self.progress.seconds += step.seconds["step"]
-            self.say(step)
-            self.save()
         self.persist(self.evaluate)
         if self.feed:
             with suppress(RolloutError):  # the server was lost, and the feed with it
@@ -111,7 +107,7 @@ class Training:
         """Run a step, except for sending its weights to the server. The step can be repeated until its last lines."""
         step, streamed_s, began = Step(), 0.0, time.perf_counter()
         update = Update(self.trainer, self.model, self.terms, self.args.micro_tokens)
-        for group in self.groups(step):
+        for group in self.from_feed(step) if self.feed else self.groups(step):
             step.groups.append(group)
             if self.args.stream:
                 streamed_s -= time.perf_counter()
@@ -130,18 +126,17 @@ class Training:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.args.lr * min(1, (self.progress.step + 1) / WARMUP_STEPS)
         step.result = update.finish()
+        step.seconds = {"rollout": rolled_out - began, "training": time.perf_counter() - rolled_out + streamed_s}
+        step.seconds |= {"sync": self.sync_s, "step": self.sync_s + time.perf_counter() - began}
+        self.progress.seconds += step.seconds["step"]
         self.progress.step += 1
         self.progress.learned = learned
         self.progress.num_prompts += step.num_prompts
         self.progress.num_idle = 0 if step.result else self.progress.num_idle + 1
-        step.seconds = {"rollout": rolled_out - began, "training": time.perf_counter() - rolled_out + streamed_s}
         return step
 
     def groups(self, step: Step) -> Iterator[GroupAnswer]:
         """The step's groups as they end. With DAPO, only groups with a gradient."""
-        if self.feed:
-            yield from self.from_feed(step)
-            return
         args, progress, num_wanted = self.args, self.progress, self.args.prompts
         size, fields = rollout_fields(args)
 
@@ -172,15 +167,24 @@ class Training:
                 return
 
     def from_feed(self, step: Step) -> Iterator[GroupAnswer]:
-        """The next batch of the feed. The feed counts the prompts that it got, so a repeated step puts none twice."""
-        args, now = self.args, self.feed.refresh()
-        num_alive = now.num_waiting + now.num_running + now.num_complete
+        """The feed's next batch. Raises: RolloutError, 412 if a server that was started anew lacks the weights."""
+        args, progress, until, batch = self.args, self.progress, time.monotonic() + self.args.patience, None
         num_wanted = args.prompts * (args.max_staleness + 2) * (MOST_ASKS if self.filters else 1)
-        if (missing := num_wanted - num_alive) > 0:
-            fresh = problems(args.task, f"train-{args.seed}", missing, now.totals.num_put)
-            self.feed.put(self.asked(problem) for problem in fresh)
-        batch = self.feed.batch(key=f"step-{self.progress.step}")
-        step.num_prompts, step.staleness = len(batch.groups), [group.staleness for group in batch.groups]
+        while batch is None:
+            now = self.feed.refresh()  # it counts the prompts that it got, so a repeated step puts none twice
+            missing = num_wanted - now.num_waiting - now.num_running - now.num_complete
+            fresh = problems(args.task, f"train-{args.seed}", missing, progress.first_problem + now.totals.num_put)
+            now = self.feed.put(self.asked(problem) for problem in fresh)
+            step.num_prompts = progress.first_problem + now.totals.num_put - progress.num_prompts
+            try:
+                batch = self.feed.batch(key=f"step-{progress.step}", timeout_s=LOOK_S, reconnect_s=0)
+            except RolloutError as error:
+                lacks = error.type == "GatewayTimeout" and self.feed.refresh().waits_for
+                if lacks == "weights":
+                    raise RolloutError(412, error.message, "PreconditionFailed") from error
+                if not lacks or time.monotonic() > until:
+                    raise
+        step.staleness = [group.staleness for group in batch.groups]
         step.warnings += batch.warnings
         step.usage.update({"num_dropped": len(batch.dropped), "num_filtered": len(batch.filtered)})
         yield from batch.groups
@@ -214,7 +218,7 @@ class Training:
         try:
             return work()
         except RolloutError as error:
-            forgotten = (self.run or self.feed) and error.status == HTTPStatus.NOT_FOUND  # by one that was started anew
+            forgotten = (self.run or self.feed) and error.status == 404  # by one that was started anew
             lost = forgotten or error.status in (None, *STARTING) or not self.server.client.health()
             if not attempts or not lost or error.type in ("UnexpectedAnswer", "GatewayTimeout"):
                 raise
@@ -237,6 +241,9 @@ class Training:
         if self.args.feed:
             id = f"{self.args.output.name}-{self.progress.id}"
             self.feed = self.server.client.feed(id=id, **feed_fields(self.args))
+            if not self.feed.info.totals.num_put:  # it is new
+                self.progress.first_problem = self.progress.num_prompts
+                self.save()  # before it gets a prompt
         self.progress.learned = self.progress.learned or self.learned_by_server()
 
     def learned_by_server(self) -> bytes:
@@ -246,13 +253,16 @@ class Training:
 
     def give_weights(self) -> None:
         check_finite(self.model, f"after {self.progress.step} steps")
+        began = time.perf_counter()
         weights = self.send or save_weights(self.model, self.args.output / "weights")
         version = f"{self.args.output.name}-{self.progress.id}-{self.progress.step}"
         kv = "keep" if self.args.feed else "recompute"
         self.version = self.server.client.give_weights(weights, version, kv).version
+        self.sync_s = time.perf_counter() - began
 
     def save(self) -> None:
-        """Write the checkpoint, one file. A kill at any moment leaves it whole, and all of one step."""
+        """Write the checkpoint, one file, whole and of one step. Raises: ValueError for weights that are not finite."""
+        check_finite(self.model, f"after {self.progress.step} steps")
         self.progress.record_size = self.record.stat().st_size
         content = {"weights": self.learned, "optimizer": self.optimizer.state_dict()}
         content |= {"random": torch.get_rng_state(), "progress": dataclasses.asdict(self.progress)}
@@ -282,24 +292,21 @@ class Training:
         ended = [trajectory for group in groups for trajectory in group.trajectories]
         stopped = [other.num_tokens for group in groups for other in group.candidates]
         lengths, rewards = [t.num_tokens for t in ended], [t.reward for t in ended]
-        line = {"kind": "step", "step": self.progress.step - 1, "groups": len(step.groups)}
+        line = {"kind": "step", "step": self.progress.step - 1, "groups": len(step.groups), "usage": step.usage}
         line |= {"reward": mean([r for r in rewards if r is not None]) or 0.0, "length": mean(lengths) or 0.0}
-        line |= {"longest": max([*lengths, *stopped], default=0), "filtered": len(step.filtered), "usage": step.usage}
+        line |= {"longest": max([*lengths, *stopped], default=0), "filtered": len(step.filtered)}
         line |= {"teaching": sum(bool(rows_of(group, self.terms)[0]) for group in step.groups)}
         norm, weight = (result.gradient_norm, result.weight) if result else (0.0, 0.0)
-        line |= {"gradient_norm": norm, "learned_from": weight}
+        line |= {"gradient_norm": norm, "learned_from": weight, "resumed": [t.num_resumed_tokens for t in ended]}
         line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
         line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
         line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}
-        line |= {"resumed": [t.num_resumed_tokens for t in ended]}
         line |= {"staleness": step.staleness, "ess_share": step.ess_share} if self.feed else {}
         write_line(self.record, line)
         took = " ".join(f"{name} {value:.2f}" for name, value in step.seconds.items())
         said = f"reward {line['reward']:.3f}, length {line['length']:.0f}, {line['teaching']} groups teach, {took} s"
         print(f"step {line['step']}: {said}", flush=True)
         step.warnings += [f"{g.prompt_id} is incomplete: {g.reason}" for g in step.groups if g.status == "incomplete"]
-        if step.usage["num_reward_errors"]:
-            step.warnings.append(f"the reward function failed for {step.usage['num_reward_errors']} answers")
         if result is None:
             step.warnings.append(f"nothing taught: rewards are all the same in each group, {line['reward']:.3f}")
         for warning in sorted(set(step.warnings))[:5]:
@@ -317,7 +324,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--serve-flags", help="more flags of `vllm-rollout serve` for --serve, quoted as for a shell")
     add("--url", default="http://127.0.0.1:8000", help="URL of a running server. Default: %(default)s")
     add("--nccl", action="store_true", help="send weights to a server on other GPUs by NCCL, not by disk")
-    add("--patience", type=float, default=600, help="seconds to wait for a lost server")
+    add("--patience", type=float, default=600, help="seconds to wait for a lost server, or for a batch of --feed")
     add("--task", choices=TASKS, default="chain", help="digit_sum is for chat models")
     add = parser.add_argument_group("learning").add_argument
     add("--algorithm", choices=ALGORITHMS, default="grpo", help="default: grpo")
@@ -348,13 +355,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--audit-ratio", type=float, help="share of groups in which no candidate is stopped")
     add("--stream", action="store_true", help="compute a group's gradient as soon as the group ends")
     args = parser.parse_args(words)
-    for flag, its in (("resume", "rounds"), ("serve_flags", "serve")):
-        if getattr(args, flag) and not getattr(args, its):
-            parser.error(f"--{flag.replace('_', '-')} is of --{its}, which was not said")
-    if args.feed and (args.rounds or args.stream):
-        parser.error("--feed takes whole batches: not with --rounds, --stream")
-    if args.nccl and (args.serve or args.lora):
-        parser.error("--nccl is for a server on other GPUs (--url), and sends whole weights: not with --serve, --lora")
+    given = {flag for flag, value in vars(args).items() if value != parser.get_default(flag)}
+    filters = args.algorithm == "dapo" and (args.feed or args.rounds)  # by rewards that differ
+    least = {**LEAST, "group_size": 2 if filters else 1}
+    wrong = [f"--{flag} must be at least {n}, got {had}" for flag, n in least.items() if (had := vars(args)[flag]) < n]
+    wrong += [f"--{flag} needs --{other}" for flag, other in NEEDS if flag in given and other not in given]
+    wrong += [f"--{flag} does not go with --{other}" for flag, other in NOT_WITH if {flag, other} <= given]
+    if args.feed and "allow_fewer" in rollout_fields(args)[1].get("pruning", {}):
+        wrong.append("--feed returns whole groups: --prune needs spare candidates of --race or --redundancy")
+    if wrong:
+        parser.error("; ".join(wrong).replace("_", "-"))
     return args
 
 

@@ -12,12 +12,13 @@ import torch
 
 from examples.grpo.loss import ALGORITHMS, Update, rows_of
 from examples.grpo.model import load, new_model, new_tokenizer, save
-from examples.grpo.server import POLICY, rollout_fields, run_fields, sampling, start
+from examples.grpo.server import POLICY, feed_fields, rollout_fields, run_fields, sampling, start
 from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_reward, problems, reward, thought
 from examples.grpo.train import parse
 from vllm_rollout.kernel.api.sampling import sampling_params
 from vllm_rollout.kernel.http.answers import Candidate, GroupAnswer, GroupRewards, StoppedCandidate, Trajectory
 from vllm_rollout.kernel.rules.rewards import Estimator
+from vllm_rollout.parts.feeds.http.body import FeedRequest
 from vllm_rollout.parts.rewards.rules.estimates import advantages
 from vllm_rollout.process import ServerError, ServerProcess
 from vllm_rollout.training.stream import StreamTrainer
@@ -285,18 +286,36 @@ def test_a_run_is_told_of_speculation_and_filtering() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--resume"], "--resume is of --rounds"),
-        (["--serve-flags", "x"], "--serve-flags is of --serve"),
-        (["--nccl", "--serve"], "not with --serve"),
-        (["--nccl", "--lora", "4"], "whole weights"),
+        ("--resume", "--resume needs --rounds"),
+        ("--speculation 2", "--speculation needs --rounds"),
+        ("--max-staleness 2", "--max-staleness needs --feed"),
+        ("--serve-flags x", "--serve-flags needs --serve"),
+        ("--nccl --serve", "--nccl does not go with --serve"),
+        ("--nccl --lora 4", "--nccl does not go with --lora"),
+        ("--feed --rounds", "--feed does not go with --rounds"),
+        ("--feed --stream", "--feed does not go with --stream"),
+        ("--feed --audit-ratio 0.1", "--feed does not go with --audit-ratio"),
+        ("--feed --prune", "--prune needs spare candidates of --race or --redundancy"),
+        ("--feed --group-size 1 --algorithm dapo", "--group-size must be at least 2, got 1"),
+        ("--rounds --group-size 1 --algorithm dapo", "--group-size must be at least 2, got 1"),
+        ("--group-size 0", "--group-size must be at least 1, got 0"),
+        ("--evaluate-every 0", "--evaluate-every must be at least 1, got 0"),
+        ("--held-out 0", "--held-out must be at least 1, got 0"),
+        ("--prompts 0", "--prompts must be at least 1, got 0"),
+        ("--max-tokens 0", "--max-tokens must be at least 1, got 0"),
+        ("--feed --max-staleness -1", "--max-staleness must be at least 0, got -1"),
     ],
 )
-def test_flags_that_do_not_fit_together_are_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_do_not_fit_together_are_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["model", "output", *words])
+        parse(["model", "output", *words.split()])
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--race", "--redundancy 4", "--redundancy auto", "--dual-end"])
+def test_a_feed_prunes_with_spare_candidates(flags: str) -> None:
+    words = f"--feed --prune --max-staleness 0 {flags}"
+    assert FeedRequest(**feed_fields(parse(["model", "output", *words.split()]))).max_staleness == 0
 
 
 def test_flags_for_the_server_are_quoted_as_in_a_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -37,22 +38,22 @@ class Correction:
     """Level of the weights. None: each weight is 1."""
     rollout_is_threshold: float | None = 2.0
     """Greater weights are truncated to it. None truncates nothing below exp(20)."""
-    rollout_rs: Mapping[Level, tuple[float, float]] = field(default_factory=dict)
-    """Allowed ratios [low, high] by level. Tokens and sequences with another ratio are masked."""
+    rollout_rs: Mapping[Level, tuple[float, float]] | None = field(default_factory=dict)
+    """Allowed ratios [low, high] by level. Tokens and sequences with another ratio are masked. None masks none."""
 
     def __post_init__(self) -> None:
         levels = get_args(Level)
         if self.rollout_is not in (None, *levels):
             raise ValueError(f"rollout_is must be None or one of {', '.join(levels)}, got {self.rollout_is!r}")
-        if self.rollout_is_threshold is not None and not self.rollout_is_threshold > 0:
-            raise ValueError(
-                f"rollout_is_threshold must be above 0, or None to truncate nothing, got {self.rollout_is_threshold}"
-            )
-        for level, allowed in self.rollout_rs.items():
+        limit = self.rollout_is_threshold
+        if limit is not None and not (isinstance(limit, Real) and limit > 0):
+            raise ValueError(f"rollout_is_threshold must be above 0, or None to truncate nothing, got {limit!r}")
+        for level, allowed in (self.rollout_rs or {}).items():
             if level not in levels:
                 raise ValueError(f"levels of rollout_rs must be among {', '.join(levels)}, got {level!r}")
-            if not isinstance(allowed, Sequence) or len(allowed) != 2 or not 0 <= allowed[0] <= allowed[1]:
-                raise ValueError(f"rollout_rs[{level!r}] must be (low, high) with 0 <= low <= high, got {allowed}")
+            is_pair = isinstance(allowed, Sequence) and len(allowed) == 2 and all(isinstance(a, Real) for a in allowed)
+            if not is_pair or not 0 <= allowed[0] <= allowed[1]:
+                raise ValueError(f"rollout_rs[{level!r}] must be (low, high) with 0 <= low <= high, got {allowed!r}")
 
 
 class ImportanceWeights(NamedTuple):
@@ -122,7 +123,7 @@ def importance_weights(
     tokens = log_ratios(logprobs, behavior, counted)
     chosen = at_level(tokens, counted, correction.rollout_is or "token")
     kept = counted & chosen.isfinite()
-    for level, (low, high) in correction.rollout_rs.items():
+    for level, (low, high) in (correction.rollout_rs or {}).items():
         logs = at_level(tokens, counted, level)
         ratios = bounded_exp(logs)
         kept = kept & logs.isfinite() & (ratios >= low) & (ratios <= high)
@@ -185,8 +186,8 @@ def token_staleness(
     step_of: the step of a version's name, such as `lambda name: int(name.removeprefix("step-"))`.
     Returns: [num_tokens], int64, on the CPU.
 
-    Raises: ValueError for a version that is no integer or is newer than `current_version`, and for spans that leave
-    tokens out, overlap, or end elsewhere than at `num_tokens`.
+    Raises: ValueError for a version that is no integer, that `step_of` does not know, or that is newer than
+    `current_version`. Also for spans that leave tokens out, overlap, or end elsewhere than at `num_tokens`.
     """
     staleness = torch.empty(num_tokens, dtype=torch.long)
     position = 0
@@ -210,7 +211,7 @@ def token_staleness(
 def step_of_version(version: str, current_version: int, step_of: Callable[[str], int]) -> int:
     try:
         step = step_of(version)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         raise ValueError(
             f"version {version!r} must be an integer: staleness counts updates. Name weights by the number of the"
             ' step, give_weights(folder, "17"), or pass step_of, which turns names such as "default" into steps.'
@@ -299,16 +300,21 @@ def effective_sample_size(weights: Tensor) -> float:
 
 
 def diagnostics(importance: ImportanceWeights, among: Tensor | None = None) -> dict[str, float]:
-    """Numbers of a batch for a logger. `among`: a mask, [num_samples, num_tokens], of the tokens to look at.
+    """Numbers of a batch for a logger.
+
+    among: a mask, [num_samples, num_tokens], 1 or True for the tokens to look at. None: all that count.
 
     Shares divide by `num_tokens`, the tokens that count. `mean_ratio`, `k1` and `k3` are means over those whose log
     probabilities are finite, and `outside_share` is the share of the others. k1 and k3 estimate KL(behavior || trainer)
     in nats. All values are 0 if no token counts. The expected ratio is 1 if the behavior policy sampled the tokens.
 
-    Sources: `ess`: Kish 1965, over tokens, masked ones with weight 0. k1 and k3: Schulman 2020, "Approximating KL
-    divergence".
+    Raises: ValueError for another shape. Sources: `ess`: Kish 1965, over tokens, masked ones with weight 0. k1 and k3:
+    Schulman 2020, "Approximating KL divergence".
     """
-    counted = importance.counted if among is None else importance.counted & among
+    counted = importance.counted
+    if among is not None:
+        check_shape("among", among, importance)
+        counted = counted & among.bool()
     inside = counted & importance.log_ratios.isfinite()
     logs = importance.log_ratios[inside].double()
     ratios = bounded_exp(logs)
@@ -340,10 +346,14 @@ def diagnostics_by_staleness(importance: ImportanceWeights, staleness: Tensor) -
     staleness: [num_samples, num_tokens], int64, on the device of the weights: rows of `token_staleness`, padded.
     Raises: ValueError for another shape.
     """
-    if staleness.shape != importance.counted.shape:
-        raise ValueError(
-            f"staleness must be {list(importance.counted.shape)}, as the weights, got {list(staleness.shape)}."
-            " Pad the trajectories' rows to that length."
-        )
+    check_shape("staleness", staleness, importance)
     found = staleness[importance.counted].unique().tolist()  # type: ignore[no-untyped-call]
     return {each: diagnostics(importance, staleness == each) for each in found}
+
+
+def check_shape(name: str, values: Tensor, importance: ImportanceWeights) -> None:
+    if values.shape != importance.counted.shape:
+        raise ValueError(
+            f"{name} must be {list(importance.counted.shape)}, as the weights, got {list(values.shape)}."
+            " Pad the trajectories' rows to that length."
+        )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.parts.feeds.test_feeds import TERMS
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
+from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S
+from vllm_rollout.parts.feeds.rules.bias import BiasMeter
 
 FEED = {name: TERMS[name] for name in ("group_size", "batch", "max_staleness")}
 
@@ -92,6 +96,89 @@ async def test_a_key_is_used_again_until_its_batch_has_come(server_url: str) -> 
                 await feed.batch()
         assert len({*keys}) == 4
         client.send = send
+
+
+class Errors:
+    """Stands in for a client's sending: raises these errors, then sends. Time passes in its sleeps only."""
+
+    def __init__(self, client: AsyncRolloutClient, monkeypatch: pytest.MonkeyPatch, *errors: RolloutError) -> None:
+        self.left, self.keys, self.slept_s = [*errors], list[str](), 0.0
+        self._send = client.send
+        monkeypatch.setattr(client, "send", self.send)
+        monkeypatch.setattr(client, "_sleep", self.sleep)
+        clock = SimpleNamespace(monotonic=lambda: self.slept_s)
+        monkeypatch.setattr("vllm_rollout.parts.feeds.client.feed.time", clock)
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+
+    async def send(self, call: Any) -> Any:
+        if not call.path.endswith("/batches"):
+            return await self._send(call)
+        self.keys.append(call.body["idempotency_key"])
+        if self.left:
+            raise self.left.pop(0)
+        return await self._send(call)
+
+
+LOST = RolloutError(None, "no connection", "ConnectError")
+NOT_YET = RolloutError(503, "it does not answer yet. Try again.", "ServiceUnavailable", retry_after_s=3.0)
+NO_UPSTREAM = RolloutError(502, "it ended amid the request", "BadGateway")
+
+
+async def test_a_loop_over_batches_survives_a_short_loss_of_the_server(server_url: str, monkeypatch) -> None:
+    async with AsyncRolloutClient(server_url) as client, client.feed(**FEED) as feed:
+        await feed.put(["a", "b"])
+        sent = Errors(client, monkeypatch, LOST, NO_UPSTREAM, NOT_YET)
+        assert [len(batch.groups) async for batch in feed] == [2]
+        assert len({*sent.keys[:4]}) == 1
+        assert sent.slept_s == 2 * POLL_INTERVAL_S + 3.0
+
+
+async def test_a_server_that_stays_lost_is_said_and_its_batch_comes_later(server_url: str, monkeypatch) -> None:
+    async with AsyncRolloutClient(server_url) as client, client.feed(**FEED) as feed:
+        await feed.put(["a", "b"])
+        sent = Errors(client, monkeypatch, *[LOST] * 99)
+        with pytest.raises(RolloutError, match="no connection"):
+            await feed.batch(drain=True, reconnect_s=2)
+        assert sent.slept_s == 2
+        asked = len(sent.keys)
+        with pytest.raises(RolloutError, match="no connection"):
+            await feed.batch(drain=True, reconnect_s=0)
+        assert len(sent.keys) == asked + 1
+        sent.left.clear()
+        assert len((await feed.batch(drain=True)).groups) == 2
+        assert len({*sent.keys}) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RolloutError(None, "not of this client's version", "UnexpectedAnswer"),
+        RolloutError(None, "silent", "ReadTimeout"),
+        RolloutError(503, "the engine has stopped", "ServiceUnavailable"),
+    ],
+)
+async def test_an_error_that_does_not_pass_is_said_at_once(error, server_url: str, monkeypatch) -> None:
+    async with AsyncRolloutClient(server_url) as client, client.feed(**FEED) as feed:
+        sent = Errors(client, monkeypatch, error)
+        with pytest.raises(RolloutError, match=error.message):
+            await feed.batch()
+        assert len(sent.keys) == 1
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_loop_after_a_restart_does_not_say_that_no_group_came(client: RolloutClient, app, is_known) -> None:
+    """The meter begins anew with the server. A trainer that was started anew knows less than its feed."""
+    feed = client.feed(**FEED, id="mine")
+    feed.put(["a", "b", "c"])
+    assert len(feed.batch().groups) == 3
+    app.state.feed_service.live[0].meter = BiasMeter()
+    feed.put([{"id": "bad", "prompt_token_ids": [5000]}])
+    after = feed if is_known else client.feed(**FEED, id="mine")
+    with pytest.warns(UserWarning, match="has ended.*1 failed"):
+        assert list(after) == []
+    feed.delete()
 
 
 def test_prompts_that_are_put_again_under_their_key_are_put_once(client: RolloutClient, monkeypatch) -> None:

@@ -115,9 +115,12 @@ def test_masks_of_several_levels_hold_together():
     [
         ({"rollout_is": "turn"}, "rollout_is must be None or one of token, sequence, geometric, got 'turn'"),
         ({"rollout_is_threshold": 0.0}, "rollout_is_threshold must be above 0"),
+        ({"rollout_is_threshold": "2"}, "rollout_is_threshold must be above 0.* got '2'"),
         ({"rollout_rs": {"turn": (0, 1)}}, "levels of rollout_rs must be among"),
         ({"rollout_rs": {"token": 2.0}}, "must be .low, high."),
         ({"rollout_rs": {"turn": 2.0}}, "levels of rollout_rs must be among"),
+        ({"rollout_rs": {"token": "ab"}}, "must be .low, high.* got 'ab'"),
+        ({"rollout_rs": {"token": (0.0, None)}}, "must be .low, high."),
         ({"rollout_rs": {"token": (2.0, 1.0)}}, r"rollout_rs\['token'\] must be \(low, high\)"),
         ({"rollout_rs": {"token": (math.nan, 1.0)}}, "must be"),
         ({"rollout_rs": {"token": (-1.0, 1.0)}}, "with 0 <= low <= high"),
@@ -126,6 +129,11 @@ def test_masks_of_several_levels_hold_together():
 def test_options_that_are_not_allowed_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Correction(**arguments)
+
+
+def test_a_correction_without_rejection_masks_nothing():
+    found = of_ratios([[0.1, 9.0]], correction=Correction("token", 2, None))
+    assert found.mask.tolist() == [[True, True]]
 
 
 @pytest.mark.parametrize("shapes", [((2,), (2,), (2,)), ((2, 3), (2, 3), (2, 1)), ((2, 3), (3, 2), (2, 3))])
@@ -269,6 +277,16 @@ def test_diagnostics_are_means_and_shares_of_the_tokens_that_count():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_diagnostics_look_at_the_tokens_of_a_mask_of_any_type(dtype):
+    found = of_ratios([[1.0, 3.0, 5.0], [2.0, 0.5, 9.0]], [[1, 1, 1], [1, 1, 0]], Correction())
+    numbers = diagnostics(found, torch.tensor([[0, 1, 0], [0, 1, 1]], dtype=dtype))
+    assert numbers["num_tokens"] == 2
+    assert (numbers["mean_ratio"], numbers["clipped_share"]) == pytest.approx((1.75, 0.5))
+    with pytest.raises(ValueError, match=r"among must be \[2, 3\], as the weights, got \[2, 1\]"):
+        diagnostics(found, torch.ones(2, 1, dtype=dtype))
+
+
 def test_expected_k1_and_k3_are_the_divergence():
     weights = importance_weights(TARGET.log()[:, None], BEHAVIOR.log()[:, None], torch.ones(4, 1), UNTRUNCATED)
     each = [diagnostics(weights, torch.arange(4)[:, None] == token) for token in range(4)]
@@ -327,6 +345,8 @@ def test_names_of_versions_are_turned_into_steps():
     steps = {"default": 0, "step-5": 5}
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "step-5", "start": 1, "end": 3}]
     assert token_staleness(spans, 3, 7, steps.__getitem__).tolist() == [7, 2, 2]
+    with pytest.raises(ValueError, match="version 'default' must be an integer"):
+        token_staleness(spans, 3, 7, {}.__getitem__)
 
 
 def brute_force(logits, temperature, top_k, top_p):
@@ -423,24 +443,32 @@ def test_settings_of_sampling_that_are_not_allowed_are_refused():
 
 def trajectory_of(logprobs, spans):
     rows = [{"version": version, "start": start, "end": end} for version, start, end in spans]
-    return SimpleNamespace(logprobs=logprobs, num_tokens=len(logprobs), weight_versions=rows)
+    ids = [3] * len(logprobs)
+    return SimpleNamespace(token_ids=ids, logprobs=logprobs, num_tokens=len(ids), weight_versions=rows)
 
 
-def test_the_example_of_the_guide_runs(capsys):
+def test_the_example_of_the_guide_runs(capsys, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     trajectories = [
         trajectory_of([-1.0, -2.0], [("7", 0, 2)]),
         trajectory_of([-1.0, -1.0, -1.0], [("5", 0, 1), ("7", 1, 3)]),
     ]
     logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    asked = []
+
+    def answer_logprobs(*arguments):
+        asked.append(arguments)
+        return logprobs, torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+    monkeypatch.setattr("vllm_rollout.training.logprobs.answer_logprobs", answer_logprobs)
     given = {
-        "answer": SimpleNamespace(groups=[SimpleNamespace(trajectories=trajectories)]),
+        "answer": SimpleNamespace(groups=[SimpleNamespace(prompt_token_ids=[1], trajectories=trajectories)]),
         "step": 7,
-        "model": None,
-        "token_logprobs": lambda model, trajectories: logprobs,
+        "model": "a model",
         "advantages": torch.tensor([[1.0], [-1.0]]),
     }
     exec(code, given)
+    assert asked == [("a model", ([1], [1]), [[3, 3], [3, 3, 3]])]
     assert given["losses"].tolist() == [[-1.0, -2.0, 0.0], [1.0, 1.0, 1.0]]
     table = diagnostics_by_staleness(given["importance"], torch.tensor([[0, 0, 0], [2, 0, 0]]))
     assert capsys.readouterr().out == f"{table}\n"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vllm_rollout.config import MAX_PROMPTS
 from vllm_rollout.kernel.client.blocking import Blocked, blocking, blocking_generator, finished
 from vllm_rollout.kernel.client.body import PromptLike
-from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError
+from vllm_rollout.kernel.client.connection import CONNECTION_LOST, POLL_INTERVAL_S, RolloutError
 from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.feeds.client import feed_calls
@@ -22,6 +22,10 @@ from vllm_rollout.parts.feeds.http.body import DEFAULT_TIMEOUT_S
 
 FORGOTTEN = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GONE)
 """Statuses after which no batch comes by a key."""
+LOST = frozenset(error.__name__ for error in CONNECTION_LOST)
+"""Types of errors of a lost connection."""
+RECONNECT_S = 120.0
+"""Seconds for which a request for a batch is repeated while the server is missing. A small server starts in them."""
 
 if TYPE_CHECKING:
     from vllm_rollout import FeedMethods
@@ -40,6 +44,8 @@ class AsyncFeed(FeedMethods):
         """The feed as last read from the server."""
         self._keys: list[str] = []
         """Keys of batches that were asked for and did not come."""
+        self._may_have_given = answer.num_batches > 0
+        """False if no batch can have had a group."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, version={self.info.version})"
@@ -66,29 +72,42 @@ class AsyncFeed(FeedMethods):
         return self.info
 
     async def batch(
-        self, *, drain: bool = False, key: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        *,
+        drain: bool = False,
+        key: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        reconnect_s: float = RECONNECT_S,
     ) -> FeedBatch:
         """Wait for a batch, and take it.
 
         drain: if no prompt waits and nothing runs, return the groups there are, perhaps none.
         key: your name for the batch. A second call with this key gives this batch again. None: a new key. After
         a call that raised: its key, because the server may have taken its batch.
-        timeout_s: seconds to wait for the batch.
+        timeout_s: seconds for which the server waits for the batch.
+        reconnect_s: seconds from the first lost connection, 502, or answer with Retry-After, for which the request is
+        repeated. 0: the client retries as for any other request.
 
-        Raises: RolloutError, 504 if there is no batch in time. Its message says what the batch waits for.
+        Raises: RolloutError, 504 if there is no batch in time. Its message says what the batch waits for. If the server
+        was lost, repeat the call with its key, or without one.
         """
         if not key:
             with self._key() as key:
-                return await self.batch(drain=drain, key=key, timeout_s=timeout_s)
+                return await self.batch(drain=drain, key=key, timeout_s=timeout_s, reconnect_s=reconnect_s)
         call = feed_calls.batch(self.id, key, drain=drain, timeout_s=timeout_s)
-        until = time.monotonic() + timeout_s
+        until = None
         while True:
             try:
-                return await self._client.send(call)
+                batch = await self._client.send(call)
             except RolloutError as error:
-                if error.status is not None or time.monotonic() >= until:
+                wait_s = error.retry_after_s or POLL_INTERVAL_S
+                until = until or time.monotonic() + reconnect_s
+                if not _may_pass(error) or time.monotonic() + wait_s > until:
                     raise
-                await self._client._sleep(POLL_INTERVAL_S)
+                await self._client._sleep(wait_s)
+            else:
+                self._may_have_given |= bool(batch.groups)
+                return batch
 
     @contextmanager
     def _key(self) -> Iterator[str]:
@@ -101,19 +120,19 @@ class AsyncFeed(FeedMethods):
                 self._keys.append(key)
             raise
 
-    async def batches(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> AsyncGenerator[FeedBatch, None]:
+    async def batches(
+        self, timeout_s: float = DEFAULT_TIMEOUT_S, reconnect_s: float = RECONNECT_S
+    ) -> AsyncGenerator[FeedBatch, None]:
         """Yield batches until every prompt that was put has come back. The last batch may be smaller.
 
         Prompts may be put meanwhile. If prompts have not come back since the batch before the end, a warning says so.
 
         Raises: RolloutError, as `batch` does, and if prompts were put of which no group ever came.
         """
-        has_come = False
-        while (batch := await self.batch(drain=True, timeout_s=timeout_s)).groups:
-            has_come = True
+        while (batch := await self.batch(drain=True, timeout_s=timeout_s, reconnect_s=reconnect_s)).groups:
             yield batch
         lost = _lost(batch)
-        if lost and not has_come and not batch.meter.trained.num_groups:
+        if lost and not self._may_have_given and not batch.meter.trained.num_groups:
             raise RolloutError(None, f"feed {self.id!r} gave no group. {lost}", "NoGroups")
         if lost or batch.warnings:
             warnings.warn(" ".join([f"feed {self.id!r} has ended. {lost}".strip(), *batch.warnings]), stacklevel=2)
@@ -136,6 +155,11 @@ class AsyncFeed(FeedMethods):
             is_gone = error.status in (None, HTTPStatus.NOT_FOUND)  # deleted before, or with its server
             if not is_gone and not any(exception):
                 warnings.warn(f"feed {self.id!r} is there still. Call delete() again: {error}", stacklevel=2)
+
+
+def _may_pass(error: RolloutError) -> bool:
+    """True if the server was lost, or asks for another attempt."""
+    return error.type in LOST or error.status == HTTPStatus.BAD_GATEWAY or error.retry_after_s is not None
 
 
 def _lost(batch: FeedBatch) -> str:
