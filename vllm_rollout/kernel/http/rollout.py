@@ -162,6 +162,8 @@ class Rollout:
     warnings: list[str] = field(default_factory=list)
     is_graded: bool = False
     """True if the server grades its trajectories."""
+    has_client: bool = False
+    """True if a client's request waits for its end. False if a part runs it, and may stop it by itself."""
     is_aborted: bool = False
     """True if a client has aborted it. No group of it starts any more."""
     stops_groups: bool = False

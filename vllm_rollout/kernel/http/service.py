@@ -240,7 +240,7 @@ class RolloutService:
             left = False
             yield DoneEvent(**rollout.envelope())
         except (asyncio.CancelledError, GeneratorExit):
-            if left:
+            if left and rollout.has_client:
                 self._metrics.client_left("rollout")
             raise
         finally:
