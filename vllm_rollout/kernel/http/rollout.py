@@ -259,6 +259,18 @@ def alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:
     return [warning]
 
 
+def cut(request: RolloutRequest, prompts: Sequence[PreparedPrompt], max_model_len: int) -> list[str]:
+    """Warnings about answers that may end before `max_tokens`."""
+    said = request.sampling_params.get("max_tokens")
+    if said is None or all(len(prompt.token_ids) + said <= max_model_len for prompt in prompts):
+        return []
+    warning = (
+        f"sampling_params.max_tokens: {said} tokens do not fit behind each prompt into the context of {max_model_len} "
+        "tokens, where answers end. Lower it, or start the server with a larger --max-model-len."
+    )
+    return [warning]
+
+
 def check_num_candidates(num_prompts: int, num_candidates: int) -> None:
     """Raises: RequestError for too many candidates in a request."""
     if num_prompts * num_candidates > MAX_CANDIDATES:
