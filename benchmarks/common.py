@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import httpx
@@ -204,12 +205,37 @@ def publish(
     Print its tables: rendered in a terminal, else as Markdown.
     """
     write_json(arguments.output, result)
-    text = tables(result)
-    Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
+    _show(tables(result))
     if draw is not None:
         draw(result, arguments.plot)
-    written = [str(arguments.output)] if draw is None else [str(arguments.output), str(arguments.plot)]
-    Console(stderr=True).print(f"written: {', '.join(written)}", highlight=False)
+    _say_written(*([arguments.output] if draw is None else [arguments.output, arguments.plot]))
+
+
+def publish_report(
+    arguments: argparse.Namespace,
+    result: dict[str, Any],
+    tables: Callable[[dict[str, Any]], str],
+    draw: Callable[[dict[str, Any], Path], None],
+) -> None:
+    """Do as `publish` for a result of runs that are on disk: no file changes unless the tables and the picture can be
+    made."""
+    text = tables(result)
+    with TemporaryDirectory() as folder:
+        drawn = Path(folder) / arguments.plot.name
+        draw(result, drawn)
+        write_json(arguments.output, result)
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(drawn, arguments.plot)
+    _show(text)
+    _say_written(arguments.output, arguments.plot)
+
+
+def _show(text: str) -> None:
+    Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
+
+
+def _say_written(*files: Path) -> None:
+    Console(stderr=True).print(f"written: {', '.join(map(str, files))}", highlight=False)
 
 
 def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from benchmarks.asynchronous.arms import ARMS, WAIT
 from benchmarks.asynchronous.clock import WORLDS
 from benchmarks.asynchronous.run import MAIN_ARMS
 from benchmarks.asynchronous.run import __doc__ as HOW_TO_RUN
-from benchmarks.common import ROOT, arguments_of, median_of_known, publish, record_of_run
+from benchmarks.common import ROOT, arguments_of, median_of_known, publish_report, record_of_run
 from benchmarks.tables import Row, bars, columns, grid, number, picture
 from benchmarks.time_to_reward.report import finite, interval
 from benchmarks.time_to_reward.run import whole_lines
@@ -34,7 +34,7 @@ END = 3
 OVER_TIME = ("seconds", "step", "generated", "success", "easy", "hard", "length", "p99")
 """Values of each evaluation: seconds, updates, sampled tokens, success and lengths of held-out problems."""
 BOUND = "bound"
-TITLES = {**{arm: its.title for arm, its in ARMS.items()}, BOUND: "bound: work over devices"}
+TITLES = {**{arm: its.title for arm, its in ARMS.items()}, BOUND: "no device idles, 8 of 8"}
 KEYS = tuple(f"to_{goal}" for goal in GOALS)
 RIVALS = [name for name, arm in ARMS.items() if arm.splits_devices and arm.plan == WAIT.plan]
 """Asynchronous arms without a race. The best one has most seeds, and of those the lowest median."""
@@ -240,7 +240,9 @@ def main() -> None:
     arguments.set_defaults(
         output=ROOT / "benchmarks/results/asynchronous_2.json", plot=ROOT / "docs/images/asynchronous_2.png"
     )
-    arguments = arguments.parse_args()
+    parser, arguments = arguments, arguments.parse_args()
+    if not (arguments.folder / "about.json").exists():
+        parser.error(f"{arguments.folder} has no runs of benchmarks.asynchronous.run")
     record = record_of_run(seed=arguments.seed, workload={"runs": HOW_TO_RUN, "report": __doc__})
     record["about"] = json.loads((arguments.folder / "about.json").read_text())
     earlier = {} if arguments.add is None else json.loads(arguments.add.read_text())
@@ -249,10 +251,12 @@ def main() -> None:
     before = {world: [run for row in rows for run in row["runs"]] for world, rows in earlier.get("worlds", {}).items()}
     found = {world: rows_of(arguments.folder / world, arguments.seed, before.get(world, ())) for world in WORLDS}
     record["worlds"] = {world: rows for world, rows in found.items() if rows}
+    if not record["worlds"]:
+        parser.error(f"{arguments.folder} has no finished runs of benchmarks.asynchronous.run")
     for name in ("check", "speeds"):
         path = arguments.folder / f"{name}.json"
         record[name] = json.loads(path.read_text()) if path.exists() else earlier.get(name)
-    publish(arguments, record, tables, draw)
+    publish_report(arguments, record, tables, draw)
 
 
 if __name__ == "__main__":

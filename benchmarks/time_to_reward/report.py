@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
-from benchmarks.common import ROOT, arguments_of, publish, record_of_run
+from benchmarks.common import ROOT, arguments_of, publish_report, record_of_run
 from benchmarks.tables import Row, columns, number, percent, picture
 from benchmarks.time_to_reward.arms import ARMS, RETIRED, RIVALS
 from benchmarks.time_to_reward.run import whole_lines
@@ -275,8 +275,13 @@ def main() -> None:
     arguments.set_defaults(
         output=ROOT / "benchmarks/results/time_to_reward.json", plot=ROOT / "docs/images/time_to_reward.png"
     )
-    arguments = arguments.parse_args()
+    parser, arguments = arguments, arguments.parse_args()
     folders = {style: Path(folder) for style, _, folder in (word.partition("=") for word in arguments.folders)}
+    if not folders and arguments.earlier is None:
+        parser.error("name a folder of runs, such as careful=runs/careful, or an earlier record by --with")
+    for style, folder in folders.items():
+        if not (folder / "about.json").exists() or not read(folder):
+            parser.error(f"{folder} (style {style!r}) has no finished runs of benchmarks.time_to_reward.run or .trl")
     record = record_of_run(seed=arguments.seed, workload={"trainings": __doc__})
     earlier = {"styles": {}, "about": {}} if arguments.earlier is None else json.loads(arguments.earlier.read_text())
     abouts = {style: json.loads((folder / "about.json").read_text()) for style, folder in folders.items()}
@@ -287,7 +292,7 @@ def main() -> None:
                 f"error: {style!r} has trainings of policy {new}, its record of {old}. Name another style."
             )
     record |= {"styles": styles_of(folders, earlier["styles"], arguments.seed), "about": {**earlier["about"], **abouts}}
-    publish(arguments, record, tables, draw)
+    publish_report(arguments, record, tables, draw)
 
 
 if __name__ == "__main__":

@@ -341,3 +341,17 @@ def test_runs_of_an_earlier_report_stay_unless_they_were_repeated(tmp_path):
     assert (wait["seeds"], stale["seeds"]) == ([1, 2], [1, 2])
     assert [run["to_0.6"] for run in stale["runs"]] == [pytest.approx(150), pytest.approx(50)]
     assert stale["to_0.6"]["gain"]["num"] == 2
+
+
+@pytest.mark.parametrize("has_about", [False, True])
+def test_a_report_of_no_runs_is_refused_and_replaces_no_file(tmp_path, monkeypatch, capsys, has_about):
+    result = tmp_path / "it.json"
+    result.write_text("earlier")
+    if has_about:
+        (tmp_path / "about.json").write_text("{}")
+    words = [str(tmp_path), "--output", str(result), "--output-picture", str(tmp_path / "it.png")]
+    monkeypatch.setattr("sys.argv", ["report", *words])
+    with pytest.raises(SystemExit):
+        report.main()
+    assert "runs of benchmarks.asynchronous.run" in capsys.readouterr().err
+    assert result.read_text() == "earlier"

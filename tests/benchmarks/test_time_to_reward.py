@@ -116,6 +116,8 @@ def test_trainings_of_two_policies_are_never_in_one_row(tmp_path, monkeypatch):
         say_what_runs(tmp_path / "runs", str(tmp_path / "other"), [])
 
     say_what_runs(tmp_path / "others", str(tmp_path / "other"), [])
+    for name in ("runs", "others"):
+        leave(tmp_path / name / "plain-1", [evaluation(0, 0.2), step(0, [9]), evaluation(1, 0.7)])
     words = ["--output", str(tmp_path / "it.json"), "--output-picture", str(tmp_path / "it.png")]
     for style, folder, passes in (
         ("a", "runs", True),
@@ -130,6 +132,46 @@ def test_trainings_of_two_policies_are_never_in_one_row(tmp_path, monkeypatch):
         else:
             with pytest.raises(SystemExit, match=r"'a' has trainings of policy .* Name another style"):
                 report.main()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a folder of runs, such as careful=runs/careful"),
+        (["careful"], "has no finished runs"),
+        (["careful={empty}"], "has no finished runs"),
+    ],
+)
+def test_a_report_of_no_runs_is_refused_and_replaces_no_file(tmp_path, monkeypatch, capsys, words, said):
+    empty, result = tmp_path / "empty", tmp_path / "it.json"
+    empty.mkdir()
+    (empty / "about.json").write_text("{}")
+    result.write_text("earlier")
+    monkeypatch.setattr("sys.argv", ["report", *(word.format(empty=empty) for word in words), "--output", str(result)])
+    with pytest.raises(SystemExit):
+        report.main()
+    assert said in capsys.readouterr().err
+    assert result.read_text() == "earlier"
+
+
+def test_a_report_whose_picture_cannot_be_drawn_replaces_no_file(tmp_path, monkeypatch):
+    runs, result, drawn = tmp_path / "runs", tmp_path / "it.json", tmp_path / "it.png"
+    runs.mkdir()
+    (runs / "about.json").write_text('{"policy": "1"}')
+    leave(runs / "plain-1", [evaluation(0, 0.2), step(0, [9]), evaluation(1, 0.7)])
+    for file in (result, drawn):
+        file.write_text("earlier")
+
+    def fails(record: dict, path: Path) -> None:
+        path.write_text("half a picture")
+        raise ValueError("no picture")
+
+    words = [f"careful={runs}", "--output", str(result), "--output-picture", str(drawn)]
+    monkeypatch.setattr("sys.argv", ["report", *words])
+    monkeypatch.setattr(report, "draw", fails)
+    with pytest.raises(ValueError, match="no picture"):
+        report.main()
+    assert (result.read_text(), drawn.read_text()) == ("earlier", "earlier")
 
 
 def test_a_training_in_which_nothing_taught_has_a_summary(tmp_path):

@@ -3,13 +3,14 @@
 import pytest
 from pydantic import ValidationError
 
-from vllm_rollout.adapter.compat import vllm_version
+from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has, vllm_version
 from vllm_rollout.kernel.api.sampling import ALLOWED, FIELDS, OURS, sampling_params
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 
 LATER = ("prompt_logprob_start", "prompt_logprob_token_ids", "watermarking")
 """Fields that some supported versions lack."""
+SCALE_OUT = " of a server with --enable-scale-out" if has(SCALE_OUT_FLAG) else ""
 
 
 def refusal(sampling):
@@ -40,7 +41,12 @@ def test_what_a_rollout_does_not_take_is_a_field_of_some_supported_vllm():
 def test_log_probabilities_that_a_rollout_does_not_return_are_refused(logprobs):
     error = refusal({"logprobs": logprobs})
     assert error.param == "sampling_params.logprobs"
-    assert "/inference/v1/generate" in str(error)
+    assert f"/inference/v1/generate{SCALE_OUT} for those of other tokens" in str(error)
+
+
+def test_another_endpoint_is_named_with_the_flag_that_it_needs():
+    for field in ("prompt_logprobs", "logprob_token_ids"):
+        assert OURS[field].endswith(f"use /inference/v1/generate{SCALE_OUT}")
 
 
 @pytest.mark.parametrize("logprobs", [0, None])

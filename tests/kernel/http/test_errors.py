@@ -50,7 +50,10 @@ BAD = {
     "prompts_missing": (without("prompts"), 400, "prompts", ["required", "1 to 16384"]),
     "prompts_empty": (prompts(), 400, "prompts", ["1 to 16384", "list of 0"]),
     "prompts_too_many": (prompts(*[{"prompt": "p"}] * 16385), 400, "prompts", ["16385", "16384"]),
-    "prompt_empty": (prompts({"prompt": ""}), 400, "prompts.0.prompt", ["at least one character"]),
+    "prompt_empty": (prompts({"prompt": ""}), 400, "prompts.0.prompt", ["got ''.", "at least one character"]),
+    "prompt_text": (
+        prompts("hi"), 400, "prompts.0", ["should be an object, got 'hi'. Write {\"prompt\": \"hi\"}"]
+    ),
     "token_ids_empty": (prompts({"prompt_token_ids": []}), 400, "prompts.0.prompt_token_ids", ["At least one"]),
     "token_id_negative": (
         prompts({"prompt": "p"}, {"prompt_token_ids": [1, -2]}), 400, "prompts.1.prompt_token_ids.1", ["got -2"]
@@ -82,11 +85,11 @@ BAD = {
     "field_of_xargs": (body(rollout_redundancy=1), 400, "rollout_redundancy", ["Write redundancy instead"]),
     "unknown_field_of_a_prompt": (prompts({"text": "p"}), 400, "prompts.0.text", ["not a field", "prompt_token_ids"]),
     "include_unknown_word": (
-        body(include=["text", "unselected"]), 400, "include.1", ["'text', 'logprobs' or 'stopped'", "got unselected"]
+        body(include=["text", "unselected"]), 400, "include.1", ["'text', 'logprobs' or 'stopped'", "got 'unselected'"]
     ),
-    "include_many_unknown_words": (body(include=["x"] * 100_000), 400, "include.0", ["got x"]),
+    "include_many_unknown_words": (body(include=["x"] * 100_000), 400, "include.0", ["got 'x'"]),
     "include_twice": (body(include=["text"] * 2), 400, "include", ["each of text, logprobs, stopped at most once"]),
-    "include_word": (body(include="text"), 400, "include", ["list", "got text"]),
+    "include_word": (body(include="text"), 400, "include", ["list", "got 'text'"]),
     "include_null": (body(include=None), 400, "include", ["got null"]),
     "include_of_openai": (body(logprobs=True), 400, "logprobs", ["Write include instead"]),
     "selection_empty": (body(selection={}), 400, "selection.dual_end", ["required"]),
@@ -193,7 +196,7 @@ async def test_what_python_reads_and_json_forbids_is_explained(http, engine: Fak
         (b'{"prompts": "\xe4"}', ["not JSON", "UTF-8"]),
         (b"[]", ["JSON object", "list of 0"]),
         (b"null", ["body is empty"]),
-        (b'"text"', ["JSON object", "got text"]),
+        (b'"text"', ["JSON object", "got 'text'"]),
         (b"[" * 100_000, ["nested too deeply"]),
         (b'{"group_size": ' + b"9" * 10_000 + b"}", ["not JSON", "digits"]),
     ],

@@ -150,7 +150,7 @@ def test_a_body_with_a_value_that_is_not_allowed_is_refused(local: TestClient, p
         message = check_error(response, 400, None, [place.allowed])
         assert f"{response.json()['error']['param']}.".startswith(f"{place.name}."), message
         if isinstance(value, int | float | str) and len(str(value)) < 80:
-            assert f"got {value if isinstance(value, str) else json.dumps(value)}" in message
+            assert f"got {repr(value) if isinstance(value, str) else json.dumps(value)}" in message
 
 
 @PLACES

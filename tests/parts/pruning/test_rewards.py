@@ -107,14 +107,14 @@ BAD = {
     "empty": ({"rewards": []}, "rewards", [f"1 to {MAX_REWARDS}", "list of 0"]),
     "too_many": ({"rewards": [entry("a", 0, 1)] * (MAX_REWARDS + 1)}, "rewards", [str(MAX_REWARDS), "100001"]),
     "no_reward": ({"rewards": [{"prompt_id": "a", "index": 0}]}, "rewards.0.reward", ["required", "finite number"]),
-    "reward_string": ({"rewards": [entry("a", 0, "1")]}, "rewards.0.reward", ["got 1", "number"]),
+    "reward_string": ({"rewards": [entry("a", 0, "1")]}, "rewards.0.reward", ["got '1'", "number"]),
     "reward_huge": ({"rewards": [entry("a", 0, 10**400)]}, "rewards.0.reward", ["number"]),
     "reward_without_a_square": ({"rewards": [entry("a", 0, -1e101)]}, "rewards.0.reward", ["got -1e+101", "1e+100"]),
     "index_negative": ({"rewards": [entry("a", -1, 1)]}, "rewards.0.index", ["got -1", "from 0"]),
     "prompt_id_number": ({"rewards": [entry(1, 0, 1)]}, "rewards.0.prompt_id", ["got 1", "rollout's answer"]),
     "unknown_field": ({"rewards": [{**entry("a", 0, 1), "rewards": 1}]}, "rewards.0.rewards", ["not a field"]),
     "unknown_top_field": ({"rewards": [entry("a", 0, 1)], "prompts": []}, "prompts", ["not a field", "threshold"]),
-    "threshold_string": ({"rewards": [entry("a", 0, 1)], "threshold": "0"}, "threshold", ["got 0", "number"]),
+    "threshold_string": ({"rewards": [entry("a", 0, 1)], "threshold": "0"}, "threshold", ["got '0'", "number"]),
 }
 
 

@@ -218,5 +218,10 @@ def test_math_compares_what_is_meant(text, answer, wanted):
     assert (said.status, said.reward) == ("ok", wanted)
 
 
+@pytest.mark.parametrize("reward", [exact, math])
+def test_an_object_that_was_sent_as_a_text_is_no_answer(reward):
+    assert 'needs "data": {"answer": "…"}' in grade_by(reward, "42", '{"answer": "42"}').reason
+
+
 def test_math_says_when_the_answer_of_the_data_is_none():
     assert "finds no answer in ''" in grade_by(math, data="").reason

@@ -12,11 +12,14 @@ from pydantic import TypeAdapter, ValidationError
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_rollout.adapter.compat import vllm_version
+from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has, vllm_version
 from vllm_rollout.kernel.http.engine import RequestError
 
 SEEDS = range(-(2**63), 2**63)
 """Range of seeds that vLLM's own endpoints take."""
+
+GENERATE = "/inference/v1/generate" + (" of a server with --enable-scale-out" if has(SCALE_OUT_FLAG) else "")
+ELSEWHERE = f"is not returned by this endpoint: use {GENERATE}"
 
 OURS = {
     "n": "is not a sampling field here: use group_size",
@@ -26,10 +29,10 @@ OURS = {
     "flat_logprobs": "is set by the server",
     "skip_clone": "is set by the server",
     "output_text_buffer_length": "is set by the server",
-    "prompt_logprobs": "is not returned by this endpoint: use /inference/v1/generate",
-    "prompt_logprob_start": "is not returned by this endpoint: use /inference/v1/generate",
-    "prompt_logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
-    "logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
+    "prompt_logprobs": ELSEWHERE,
+    "prompt_logprob_start": ELSEWHERE,
+    "prompt_logprob_token_ids": ELSEWHERE,
+    "logprob_token_ids": ELSEWHERE,
 }
 """SamplingParams fields that a rollout refuses, with the replacement."""
 
@@ -64,7 +67,7 @@ def sampling_params(
     defaults = {key: value for key, value in defaults.items() if key in ALLOWED}
     if logprobs := sampling.get("logprobs"):
         problem = f"only the sampled token's is returned here, got {logprobs!r:.80}"
-        raise _refused("logprobs", f"{problem}. Leave it out, or use /inference/v1/generate for those of other tokens.")
+        raise _refused("logprobs", f"{problem}. Leave it out, or use {GENERATE} for those of other tokens.")
     try:
         params: SamplingParams = SAMPLING.validate_python({**defaults, "max_tokens": None, **sampling})
     except ValidationError as error:

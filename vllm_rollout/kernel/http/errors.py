@@ -121,6 +121,9 @@ def _problem(problem: dict[str, Any], body: type[BaseModel] | None) -> tuple[str
         return "", f"the body is not JSON: {problem['ctx']['error']} at character {position}"
     if problem["type"] == "unknown_field":
         return ".".join(filter(None, [field, _short(str(problem["ctx"]["field"]))])), message
+    if problem["type"] == "no_prompt":
+        written = json.dumps({"prompt": _short(problem["input"])}, ensure_ascii=False)
+        return field, f"{message}, got {_shown(problem['input'])}. Write {written}"
     if problem["type"] == "value_error":
         if ": " not in message:
             return field, message
@@ -129,7 +132,7 @@ def _problem(problem: dict[str, Any], body: type[BaseModel] | None) -> tuple[str
     if not location:
         return "", _not_an_object(problem)
     if problem["type"] != "missing":
-        message = f"{message.replace('Input should', 'should', 1)}, got {_short(problem.get('input'))}"
+        message = f"{message.replace('Input should', 'should', 1)}, got {_shown(problem.get('input'))}"
     description = None if body is None or problem["loc"][0] != "body" else _describe_field(body, location)
     return field, f"{message}. {description}" if description else message
 
@@ -139,14 +142,20 @@ def _not_an_object(problem: dict[str, Any]) -> str:
         return "the body is empty. Send a JSON object"
     if isinstance(problem["input"], bytes):
         return "the body was not read as JSON. Send it with the header content-type: application/json"
-    return f"the body should be a JSON object, got {_short(problem['input'])}"
+    return f"the body should be a JSON object, got {_shown(problem['input'])}"
 
 
-def _short(value: Any) -> str:
+def _shown(value: Any) -> str:
+    """A value of the body. A text has quotes."""
     if isinstance(value, (list, dict)):
         return f"a {type(value).__name__} of {len(value)}"
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return repr(text[:MAX_VALUE_CHARS] + "…") if len(text) > MAX_VALUE_CHARS else text
+    if isinstance(value, str):
+        return repr(_short(value))
+    return _short(json.dumps(value, default=str))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "…"
 
 
 def _describe_field(body: type[BaseModel], location: tuple[int | str, ...]) -> str | None:

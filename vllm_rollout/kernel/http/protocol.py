@@ -23,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from vllm_rollout.config import MAX_PROMPTS, MAX_REWARD_S, REWARD_THRESHOLD
 from vllm_rollout.kernel.http.body import MAX_INT, Body, PartFields, check_json, of_table
@@ -57,6 +58,13 @@ class Prompt(Body):
         default=None,
         description="Any JSON, which the reward gets with each trajectory: the right answer, tests, columns.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_object(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise PydanticCustomError("no_prompt", "should be an object")
+        return value
 
     @model_validator(mode="after")
     def _one_form(self) -> Prompt:

@@ -162,6 +162,8 @@ class Rollout:
     warnings: list[str] = field(default_factory=list)
     is_graded: bool = False
     """True if the server grades its trajectories."""
+    has_client: bool = False
+    """True if a client's request waits for its end. False if a part runs it, and may stop it by itself."""
     is_aborted: bool = False
     """True if a client has aborted it. No group of it starts any more."""
     stops_groups: bool = False
@@ -253,6 +255,18 @@ def alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:
     warning = (
         f"sampling_params.{field}: with {said[field]} all {plan.num_candidates} candidates of a prompt are the same. "
         "Nothing can be learned from their group, and spare ones only cost time. Sample with a temperature above 0."
+    )
+    return [warning]
+
+
+def cut(request: RolloutRequest, prompts: Sequence[PreparedPrompt], max_model_len: int) -> list[str]:
+    """Warnings about answers that may end before `max_tokens`."""
+    said = request.sampling_params.get("max_tokens")
+    if said is None or all(len(prompt.token_ids) + said <= max_model_len for prompt in prompts):
+        return []
+    warning = (
+        f"sampling_params.max_tokens: {said} tokens do not fit behind each prompt into the context of {max_model_len} "
+        "tokens, where answers end. Lower it, or start the server with a larger --max-model-len."
     )
     return [warning]
 

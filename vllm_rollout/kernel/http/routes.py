@@ -65,6 +65,7 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     """
     service: RolloutService = request.app.state.rollout_service
     rollout = await service.prepare(body)
+    rollout.has_client = True
     if body.stream:
         return EventStream(server_sent_events(rollout.id, service.events(rollout)))
     parts = await unless_disconnected(request.receive, service.answer(rollout))

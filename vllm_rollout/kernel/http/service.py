@@ -28,7 +28,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import ASKS_A_PART, Draft, Given, PlanPart
 from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
-from vllm_rollout.kernel.http.rollout import Course, Rollout, alike, check_max_candidates, check_num_candidates
+from vllm_rollout.kernel.http.rollout import Course, Rollout, alike, check_max_candidates, check_num_candidates, cut
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.http.started_group import StartedGroup
@@ -150,7 +150,7 @@ class RolloutService:
             priority=request.priority,
             is_graded=request.reward is not None,
             budget=draft.budget,
-            warnings=[*draft.warnings, *alike(request, plan)],
+            warnings=[*draft.warnings, *alike(request, plan), *cut(request, prompts, self.engine.max_model_len)],
         )
         rollout.parts = parts
         for part in parts:
@@ -240,7 +240,7 @@ class RolloutService:
             left = False
             yield DoneEvent(**rollout.envelope())
         except (asyncio.CancelledError, GeneratorExit):
-            if left:
+            if left and rollout.has_client:
                 self._metrics.client_left("rollout")
             raise
         finally:

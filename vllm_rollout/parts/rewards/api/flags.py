@@ -13,4 +13,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     judge.add_flags(parser)
 
 
-FLAGS = Flags(add_flags, judge.refuse, judge.switch_on, judge.beside)
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    judge.refuse(args, parser)
+    rewards.refuse(args, parser)
+
+
+FLAGS = Flags(add_flags, refuse, judge.switch_on, judge.beside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Mapping
 
@@ -51,6 +52,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_LIMITS,
         help="Bounds, in seconds, of the time limit that the server learns for each test case. Default: %(default)s.",
     )
+
+
+def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2 and a remedy if a reward does not work here. The engine has not loaded its model yet."""
+    has_judge = args.rollout_judge is not None  # a judge's file may need it, and it does not run yet
+    rewards = {name: what for name, what in args.rollout_reward if not (has_judge and what.endswith(".toml"))}
+    if not rewards or args.headless:
+        return
+    try:
+        asyncio.run(_try_out(rewards))
+    except (ValueError, SandboxError) as error:
+        parser.error(f"--rollout-reward: {error}")
+
+
+async def _try_out(rewards: Mapping[str, str]) -> None:
+    async with Grader(rewards) as grader:
+        await grader.check()
 
 
 async def begin_grading(

@@ -13,6 +13,8 @@ from typing import Any
 from vllm_rollout.checks import shown
 
 ANSWERS = ("answer", "ground_truth")
+AN_OBJECT = re.compile(r"""\s*\{\s*["']""")
+"""Beginning of a text that is meant as an object. Other texts, such as [0, 1), may be an answer."""
 
 
 def exact(text: str, data: Any) -> float:
@@ -50,6 +52,7 @@ def answer_of(data: Any) -> str:
     """The answer in `data`. Raises: ValueError if there is none."""
     if isinstance(data, Mapping):
         data = next((data[name] for name in ANSWERS if name in data), None)
-    if isinstance(data, bool) or not isinstance(data, str | int | float):
+    is_object = isinstance(data, str) and AN_OBJECT.match(data)
+    if isinstance(data, bool) or not isinstance(data, str | int | float) or is_object:
         raise ValueError(f'the prompt needs "data": {{"answer": "…"}}, got {shown(data)}')
     return format(Decimal(repr(data)), "f") if isinstance(data, float) else str(data)  # never 1e-05

@@ -332,6 +332,7 @@ class RunService:
         rollout.course, rollout.stops_groups = course, opened.kind == "short"
         rollout.parts = [*rollout.parts, RoundPart(self.engine, rollout, course, resumption)]
         rollout.labels = {"run": stored.id, "round": opened.number, "kind": opened.kind}
+        rollout.has_client = True
         live = RolloutRound(
             id=rollout.id,
             run_name=stored.name,
