@@ -99,12 +99,12 @@ async def test_candidates_that_cannot_differ_are_warned_of(http, sampling, sizes
     assert [warning[: len(warned or "")] for warning in answer.warnings] == ([warned] if warned else [])
 
 
-async def test_an_answer_that_the_context_may_cut_is_warned_of(http, engine: FakeEngine):
-    engine.max_model_len, prompts = 100, [{"prompt_token_ids": [7] * 20}, {"prompt_token_ids": [7] * 21}]
-    fits, cut = [await post(http, prompts=prompts, sampling_params={"max_tokens": most}) for most in (79, 80)]
+async def test_more_tokens_than_the_context_has_are_warned_of(http, engine: FakeEngine):
+    engine.max_model_len = 100
+    fits, cut = [await post(http, sampling_params={"max_tokens": most}) for most in (100, 101)]
     assert fits.warnings == []
     (warning,) = cut.warnings
-    assert warning.startswith("sampling_params.max_tokens: 80 tokens do not fit behind each prompt")
+    assert warning.startswith("sampling_params.max_tokens: 101 tokens do not fit")
     assert "context of 100 tokens" in warning
 
 

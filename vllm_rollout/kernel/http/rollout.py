@@ -259,14 +259,14 @@ def alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:
     return [warning]
 
 
-def cut(request: RolloutRequest, prompts: Sequence[PreparedPrompt], max_model_len: int) -> list[str]:
-    """Warnings about answers that may end before `max_tokens`."""
+def cut(request: RolloutRequest, max_model_len: int) -> list[str]:
+    """Warnings about answers that end before `max_tokens`. vLLM's endpoints refuse such requests."""
     said = request.sampling_params.get("max_tokens")
-    if said is None or all(len(prompt.token_ids) + said <= max_model_len for prompt in prompts):
+    if not isinstance(said, int) or said <= max_model_len:
         return []
     warning = (
-        f"sampling_params.max_tokens: {said} tokens do not fit behind each prompt into the context of {max_model_len} "
-        "tokens, where answers end. Lower it, or start the server with a larger --max-model-len."
+        f"sampling_params.max_tokens: {said} tokens do not fit into the context of {max_model_len} tokens, where "
+        "answers end. Lower it, or start the server with a larger --max-model-len."
     )
     return [warning]
 

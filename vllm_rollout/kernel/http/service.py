@@ -150,7 +150,7 @@ class RolloutService:
             priority=request.priority,
             is_graded=request.reward is not None,
             budget=draft.budget,
-            warnings=[*draft.warnings, *alike(request, plan), *cut(request, prompts, self.engine.max_model_len)],
+            warnings=[*draft.warnings, *alike(request, plan), *cut(request, self.engine.max_model_len)],
         )
         rollout.parts = parts
         for part in parts:
