@@ -53,6 +53,15 @@ def test_a_loop_without_a_group_raises_the_reason(client: RolloutClient) -> None
             next(iter(feed))
 
 
+def test_a_loop_whose_groups_were_all_dropped_says_why(client: RolloutClient, engine) -> None:
+    engine.step_s, engine.weight_version = 60, "step-0"
+    with client.feed(**{**FEED, "on_stale": "drop", "max_staleness": 0}) as feed:
+        feed.put(["a", "b", "c"])
+        engine.weight_version = "step-1"
+        with pytest.raises(RolloutError, match=r"0 filtered, 3 dropped\. Dropped ones became too old: raise"):
+            next(iter(feed))
+
+
 def test_a_loop_warns_at_its_end_of_prompts_that_did_not_come_back(client: RolloutClient) -> None:
     with client.feed(**FEED) as feed:
         feed.put(["a", "b", "c"])

@@ -658,3 +658,12 @@ async def test_empty_batches_do_not_push_out_the_answer_of_another(http) -> None
         assert (await take(http, drain=True, idempotency_key=f"end-{number}"))["groups"] == []
     assert await take(http, idempotency_key="k0") == first
     await take(http, 410, idempotency_key="end-0")
+
+
+async def test_a_trainer_without_a_batch_is_told_of_prompts_that_are_gone(app, http, engine) -> None:
+    engine.step_s, engine.weight_version = 60, "step-0"
+    await make(http, on_stale="drop", max_staleness=0)
+    await put(http, 0, 3)
+    await update(app, engine, "step-1")
+    message = (await take(http, 504, timeout_s=0.05))["message"]
+    assert "no prompt waits. Since the last batch 3 were dropped, 0 filtered, and 0 failed." in message

@@ -168,6 +168,8 @@ def _lost(batch: FeedBatch) -> str:
     if not any(nums.values()):
         return ""
     told = f"Prompts since the batch before: {', '.join(f'{num} {fate}' for fate, num in nums.items())}."
+    if batch.dropped:
+        told += " Dropped ones became too old: raise max_staleness, or give weights once per batch."
     return told + (f" The first one failed because {batch.failed[0].reason}" if batch.failed else "")
 
 

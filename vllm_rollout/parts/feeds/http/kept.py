@@ -28,7 +28,7 @@ class Kept:
         self._batch: BatchToKeep | None = None
         """A batch that is perhaps not on disk yet."""
         self._gone: list[int] = []
-        """Prompts that left, and are on disk still. Only the thread has it and the next one."""
+        """Prompts that left, and are on disk still. Only the thread has this list and the next one."""
         self._anew: list[int] = []
         """Prompts that begin anew, and whose groups are on disk still."""
         self._newest: Mapping[str, Any] = {}
