@@ -11,7 +11,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
 from vllm_rollout.adapter.verification import mend_expansion
-from vllm_rollout.adapter.weights import Changes, keep_old, listen
+from vllm_rollout.adapter.weights import Changes, keep_old, listen, num_without_memory
 from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.kernel.worker.runner import extend_runner
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
@@ -39,7 +39,8 @@ class RolloutWorker(WorkerCalls, PlatformWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        listen(self.model_runner.get_model())
+        listen(model := self.model_runner.get_model())
+        self.num_without_memory = num_without_memory(model)
 
     # Weights may also come without the model's `load_weights`, copied by vLLM into place.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_rollout.adapter.weights import Changes, clean
+from vllm_rollout.adapter.weights import Changes, clean, num_without_memory
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.worker.ports import WorkerPart, WorkerParts
 
@@ -20,6 +20,8 @@ class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: igno
     parts = WorkerParts()
     model_runner: Any
     """None on an emulated device."""
+    num_without_memory = 0
+    """Weights that have no memory although the model is loaded, as in some quantized layers."""
 
     def rollout_num_changes(self) -> int:
         """Number of weights changes in this process."""
@@ -34,7 +36,7 @@ class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: igno
         """1 while new weights are on their way, so that layers have no memory. A step would end the engine."""
         if self.model_runner is None:
             return 0
-        return int(any(weight.is_meta for weight in self.model_runner.get_model().parameters()))
+        return int(num_without_memory(self.model_runner.get_model()) > self.num_without_memory)
 
     def rollout_clean_kv(self) -> int:
         """Clean the KV cache of values that are not finite. Returns 1 if there were any."""
