@@ -179,10 +179,9 @@ class Training:
             try:
                 batch = self.feed.batch(key=f"step-{progress.step}", timeout_s=LOOK_S, reconnect_s=0)
             except RolloutError as error:
-                lacks = error.type == "GatewayTimeout" and self.feed.refresh().waits_for
-                if lacks == "weights":
+                if error.type == "GatewayTimeout" and "has started anew" in error.message:  # and lacks the weights
                     raise RolloutError(412, error.message, "PreconditionFailed") from error
-                if not lacks or time.monotonic() > until:
+                if error.type != "GatewayTimeout" or time.monotonic() > until:
                     raise
         step.staleness = [group.staleness for group in batch.groups]
         step.warnings += batch.warnings
@@ -224,8 +223,7 @@ class Training:
                 raise
             print(f"the server was lost ({error}); waiting until it is back", flush=True)
         self.server.bring_back()
-        with suppress(RolloutError):  # lost again: so will be the work
-            self.prepare_server()
+        self.persist(self.prepare_server, attempts - 1)
         return self.persist(work, attempts - 1)
 
     def prepare_server(self) -> None:
@@ -243,7 +241,7 @@ class Training:
             self.feed = self.server.client.feed(id=id, **feed_fields(self.args))
             if not self.feed.info.totals.num_put:  # it is new
                 self.progress.first_problem = self.progress.num_prompts
-                self.save()  # before it gets a prompt
+                self.save(self.progress.record_size)  # before it gets a prompt, and perhaps amid a step
         self.progress.learned = self.progress.learned or self.learned_by_server()
 
     def learned_by_server(self) -> bytes:
@@ -260,10 +258,10 @@ class Training:
         self.version = self.server.client.give_weights(weights, version, kv).version
         self.sync_s = time.perf_counter() - began
 
-    def save(self) -> None:
+    def save(self, record_size: int | None = None) -> None:
         """Write the checkpoint, one file, whole and of one step. Raises: ValueError for weights that are not finite."""
         check_finite(self.model, f"after {self.progress.step} steps")
-        self.progress.record_size = self.record.stat().st_size
+        self.progress.record_size = self.record.stat().st_size if record_size is None else record_size
         content = {"weights": self.learned, "optimizer": self.optimizer.state_dict()}
         content |= {"random": torch.get_rng_state(), "progress": dataclasses.asdict(self.progress)}
         torch.save({**content, "terms": self.said}, new := self.args.output / "checkpoint.new")

@@ -47,9 +47,9 @@ def listen(model: nn.Module) -> None:
     model.load_weights = load_and_count  # type: ignore[assignment]
 
 
-def num_without_memory(model: nn.Module) -> int:
-    """Number of the model's weights that are on the meta device."""
-    return sum(weight.is_meta for weight in model.parameters())
+def num_without_memory(models: Sequence[nn.Module]) -> int:
+    """Number of the models' weights that are on the meta device."""
+    return sum(weight.is_meta for model in models for weight in model.parameters())
 
 
 def keep_old(model: nn.Module, config: ModelConfig) -> None:

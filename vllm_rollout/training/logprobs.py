@@ -33,13 +33,15 @@ def answer_logprobs(
     """Log probabilities of the answers' tokens at temperature 1, in nats, and a mask of them.
 
     model: a causal language model of Hugging Face in which every layer attends to earlier tokens only.
-    prompts, answers: token ids. Each prompt has at least one token, and so has at least one answer.
+    prompts, answers: token ids. Each prompt has a token, and at least one answer has some.
     Returns: both [num_samples, num_tokens], on the model's device, padded on the right. The log probabilities are
     float32 or float64 and have a graph. Padding is 0 in both.
 
-    Raises: ValueError for another number of answers than of prompts.
+    Raises: ValueError for another number of answers than of prompts, for none, and for an empty prompt.
     """
     pairs = list(zip(prompts, answers, strict=True))
+    if not pairs or not all(prompts):
+        raise ValueError(f"each of the prompts must have a token, got {[len(prompt) for prompt in prompts]} tokens.")
     device = next(model.parameters()).device
     rows = [torch.tensor([*prompt, *answer]) for prompt, answer in pairs]
     ids = pad_sequence(rows, batch_first=True).to(device)  # on the right: no token attends to padding

@@ -46,8 +46,10 @@ class Correction:
         if self.rollout_is not in (None, *levels):
             raise ValueError(f"rollout_is must be None or one of {', '.join(levels)}, got {self.rollout_is!r}")
         limit = self.rollout_is_threshold
-        if limit is not None and not (isinstance(limit, Real) and limit > 0):
+        if limit is not None and not (isinstance(limit, Real) and limit is not True and limit > 0):
             raise ValueError(f"rollout_is_threshold must be above 0, or None to truncate nothing, got {limit!r}")
+        if not isinstance(self.rollout_rs, Mapping | None):
+            raise ValueError(f"rollout_rs must be a mapping from a level to (low, high), got {self.rollout_rs!r}")
         for level, allowed in (self.rollout_rs or {}).items():
             if level not in levels:
                 raise ValueError(f"levels of rollout_rs must be among {', '.join(levels)}, got {level!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ def check_finite(model: torch.nn.Module, what: str = "the model") -> None:
         )
 
 
-def save_weights(model: Any, folder: Path) -> Path:
+def save_weights(model: Any, folder: str | PathLike[str]) -> Path:
     """Write weights for `client.give_weights(folder, version)`, with LoRA of peft merged in. Returns the folder.
 
     model: of Hugging Face. It is not changed.
     folder: gets `model.safetensors`, which appears whole or not at all. A server reads no other file of it.
 
-    Raises: OSError.
+    Raises: OSError. RuntimeError for weights that share memory, other than tied embeddings.
     """
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model = copy.deepcopy(model).merge_and_unload() if hasattr(model, "peft_config") else model
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}

@@ -467,7 +467,7 @@ class FakeEngine:
             token_ids=tokens,
             logprobs=candidate.logprobs[:num_tokens] if handle.want_logprobs else None,
             text=_text(tokens) if handle.want_text else None,
-            finish_reason=candidate.end_reason if by_itself else "error" if state == "failed" else "abort",
+            finish_reason=candidate.end_reason if by_itself else "abort",
             stop_reason=state if state in ("surplus", "pruned") else None,
             confidence=None,
             weight_versions=self._spans(candidate.versions[:num_tokens]),

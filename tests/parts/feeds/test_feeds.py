@@ -666,4 +666,4 @@ async def test_a_trainer_without_a_batch_is_told_of_prompts_that_are_gone(app, h
     await put(http, 0, 3)
     await update(app, engine, "step-1")
     message = (await take(http, 504, timeout_s=0.05))["message"]
-    assert "no prompt waits. Since the last batch 3 were dropped, 0 filtered, and 0 failed." in message
+    assert "no prompt waits. Since the last batch 3 prompts were dropped, 0 filtered, and 0 failed." in message

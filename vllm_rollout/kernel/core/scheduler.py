@@ -315,6 +315,8 @@ class GroupSchedulerMixin:
         """Schedule nothing while the model lacks weights, even if a client resumes generation."""
         if lacks_weights != self._is_held:
             self._is_held = lacks_weights
+            if lacks_weights and self._asked_pause == PauseState.UNPAUSED:
+                logger.warning("vllm_rollout: requests wait for weights, because a trainer has begun to send some.")
             self.set_pause_state(self._asked_pause)
 
     def set_pause_state(self, pause_state: PauseState) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
@@ -39,8 +40,13 @@ class RolloutWorker(WorkerCalls, PlatformWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        listen(model := self.model_runner.get_model())
-        self.num_without_memory = num_without_memory(model)
+        listen(self.model_runner.get_model())
+        self.num_without_memory = num_without_memory(self.models)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The served model, and the draft model if there is one."""
+        return [each for each in (self.model_runner.get_model(), self.get_draft_model()) if each is not None]
 
     # Weights may also come without the model's `load_weights`, copied by vLLM into place.
 
@@ -58,14 +64,15 @@ class RolloutWorker(WorkerCalls, PlatformWorker):
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Count a weights change. Raises: RuntimeError if it fails. The model is whole then, too."""
+        """Count a weights change. If the load fails, its models are whole, too. Raises: RuntimeError."""
         Changes.num += 1
         try:
             yield
         except Exception as error:
             with set_current_vllm_config(self.vllm_config):
-                keep_old(self.model_runner.get_model(), self.vllm_config.model_config)
+                for model in self.models:
+                    keep_old(model, self.vllm_config.model_config)
             raise RuntimeError(
-                f"the weights do not fit the served model, or cannot be read ({error!r}). The model has its weights of "
-                "before, or a part of the new ones. Give it weights again."
+                f"the weights were not loaded ({error!r}). Do they fit the served model? It has its weights of before, "
+                "or a part of the new ones. Give it weights again."
             ) from error

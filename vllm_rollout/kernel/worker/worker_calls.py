@@ -20,6 +20,7 @@ class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: igno
     parts = WorkerParts()
     model_runner: Any
     """None on an emulated device."""
+    models: list[Any]
     num_without_memory = 0
     """Weights that have no memory although the model is loaded, as in some quantized layers."""
 
@@ -36,7 +37,7 @@ class WorkerCalls(*(calls for _, calls in faces("worker_calls"))):  # type: igno
         """1 while new weights are on their way, so that layers have no memory. A step would end the engine."""
         if self.model_runner is None:
             return 0
-        return int(num_without_memory(self.model_runner.get_model()) > self.num_without_memory)
+        return int(num_without_memory(self.models) > self.num_without_memory)
 
     def rollout_clean_kv(self) -> int:
         """Clean the KV cache of values that are not finite. Returns 1 if there were any."""

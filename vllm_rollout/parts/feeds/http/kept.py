@@ -55,14 +55,20 @@ class Kept:
     def completed(self, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
         """Write a complete group soon. After a kill before that, it runs again."""
         if self.store is not None:
-            self._later(partial(self.store.completed, self._name, turn, born, fields, group))
+            self._later(partial(self._write_group, self.store.completed, turn, born, fields, group))
 
     def stopped(self, group: AdmittedGroup, kept: KeptOutput) -> None:
         """Write the output of a stopped group soon. After a kill before that, it goes on with less, or runs again."""
         if self.store is not None:
             names = {"born_version": group.born_version, "is_long": group.is_long}
             fields = {**names, "indices": kept.indices, "num_tokens": kept.num_tokens}
-            self._later(partial(self.store.stopped, self._name, group.turn, group.born, fields, kept.packed))
+            self._later(partial(self._write_group, self.store.stopped, group.turn, group.born, fields, kept.packed))
+
+    def _write_group(self, write: Callable[..., None], turn: int, *its: Any) -> None:
+        """Write the newest group of a prompt. Runs on the thread."""
+        write(self._name, turn, *its)
+        if turn in self._anew:  # an earlier group of it was to be forgotten
+            self._anew.remove(turn)
 
     def left(self, turns: list[int], state: Mapping[str, Any], anew: Sequence[int] = ()) -> None:
         """Forget prompts soon, and keep the feed's numbers. `anew`: prompts that begin anew."""

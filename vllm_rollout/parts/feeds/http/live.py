@@ -123,6 +123,7 @@ class LiveFeed:
         for each in stored.prompts:
             if each.born is not None and each.born > rule.version:  # a full disk has not taken the newest numbers
                 rule.version, self.versions = each.born, Versions(each.fields["born_version"])
+                rule.num_used = max(rule.num_used, rule.version * rule.terms.batch)
         self.since = SinceBatch.of_state(state.get("since", {}))  # older files have none
         self.is_held = True
         for turn, body, born, fields, answer, packed in sorted(stored.prompts, key=_by_birth):

@@ -208,7 +208,7 @@ class _GroupLengths(GroupPart):
 
     def ended(self, end: CandidateEnd) -> None:
         has_failed = end.ending.state == "failed"
-        self._was_aborted |= has_failed and (end.error == ABORTED or end.finish_reason == "abort")
+        self._was_aborted |= has_failed and (end.error or end.finish_reason) in (ABORTED, "abort")
         self._group.num_ended += 1
         self._group.num_tokens += end.ending.num_tokens - end.ending.num_resumed
         self._group.saw_bad_weights |= end.error == NOT_FINITE
@@ -218,6 +218,6 @@ class _GroupLengths(GroupPart):
 
     def decided(self, over: Over) -> None:
         lost, result = self._record.lost, over.result
-        is_at_fault = not self._was_aborted and (lost is None or not lost.no_rank)
-        if result.status == "incomplete" and not is_at_fault:
+        prompt_is_at_fault = not self._was_aborted and (lost is None or not lost.no_rank)
+        if result.status == "incomplete" and not prompt_is_at_fault:
             self._group.no_fault = result.reason

@@ -45,8 +45,8 @@ MAX_WAITING_BYTES = 512 << 20
 WAITS = {
     "groups": "{running} groups run, and {complete} of {batch} are complete.",
     "older_groups": "it would leave running groups behind that are too old for the next batch.",
-    "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Since the last batch {dropped} were "
-    "dropped, {filtered} filtered, and {failed} failed. Put more, or set drain.",
+    "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Since the last batch {dropped} "
+    "prompts were dropped, {filtered} filtered, and {failed} failed. Put more, or set drain.",
     "weights": "no group may start before weights with a new name come. The current ones are {name!r}.",
     "old_weights": "the server has started anew. Give the newest weights again, under their old name {name!r} to "
     "continue.",

@@ -27,7 +27,6 @@ from vllm_rollout.kernel.http.protocol import RewardOptions
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.xargs import NAMES
-from vllm_rollout.parts.rewards.grading.builtin import AN_OBJECT
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http.service import GradingService
@@ -68,8 +67,6 @@ class AnswerGrader:
         except RequestError as error:
             field = f"vllm_xargs.{REWARD}"
             raise_as_vllms(RequestError(f"{field}: {error}", status=error.status, param=field))
-        if isinstance(data := _data_of(xargs), str) and AN_OBJECT.match(data):
-            raise _invalid(DATA, f'must be JSON if it is an object, such as {{"answer": "42"}}, got {data!r:.100}.')
         return options
 
     async def _graded(

@@ -50,9 +50,9 @@ def math(text: str, data: Any) -> float:
 
 def answer_of(data: Any) -> str:
     """The answer in `data`. Raises: ValueError if there is none."""
+    is_object = isinstance(data, str) and AN_OBJECT.match(data)
     if isinstance(data, Mapping):
         data = next((data[name] for name in ANSWERS if name in data), None)
-    is_object = isinstance(data, str) and AN_OBJECT.match(data)
     if isinstance(data, bool) or not isinstance(data, str | int | float) or is_object:
         raise ValueError(f'the prompt needs "data": {{"answer": "…"}}, got {shown(data)}')
     return format(Decimal(repr(data)), "f") if isinstance(data, float) else str(data)  # never 1e-05
