@@ -206,3 +206,29 @@ def test_seconds_of_steps_leave_out_a_server_that_was_lost(flags, url, start, mo
     training.go()
     assert clock == [202.0]
     assert training.progress.seconds == 2.0
+
+
+@pytest.mark.parametrize("flag", ["--feed", "--rounds"])
+def test_a_server_that_is_lost_again_while_it_is_prepared_is_waited_for(start, flag: str) -> None:  # noqa: F811
+    engine = FakeEngine()
+    with serving(fed_app(engine)) as url:
+        training = start(url, flag, "--steps", "2")
+        lost: list[str] = []
+        roll_out, give = training.roll_out_and_learn, training.give_weights
+
+        def roll_out_once_lost() -> Any:
+            if not lost:
+                lost.append("roll out")
+                raise train.RolloutError(503, "lost", "ServiceUnavailable")
+            return roll_out()
+
+        def give_once_lost() -> None:
+            if lost == ["roll out"]:
+                lost.append("give weights")
+                raise train.RolloutError(503, "lost again", "ServiceUnavailable")
+            give()
+
+        training.roll_out_and_learn, training.give_weights = roll_out_once_lost, give_once_lost
+        training.go()
+    assert lost == ["roll out", "give weights"]
+    assert [line["step"] for line in lines_of(training, "step")] == [0, 1]
