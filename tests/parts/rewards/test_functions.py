@@ -224,7 +224,7 @@ def test_an_object_that_was_sent_as_a_text_is_no_answer(reward):
 
 
 def test_an_answer_may_be_json():
-    assert grade_by(exact, '{"x": 1}', {"answer": '{"x": 1}'}).value == 1
+    assert grade_by(exact, '{"x": 1}', {"answer": '{"x": 1}'}).reward == 1
 
 
 def test_math_says_when_the_answer_of_the_data_is_none():
