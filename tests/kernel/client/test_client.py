@@ -24,6 +24,7 @@ from tests.kernel.http.fake_engine import MODEL, FakeEngine
 from tests.support.waiting import WAIT_S, wait_until
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError, answers
 from vllm_rollout.kernel.client.body import rollout_body
+from vllm_rollout.kernel.client.connection import raise_for_error
 from vllm_rollout.kernel.client.groups import GroupStream
 from vllm_rollout.kernel.http.answers import (
     DoneEvent,
@@ -465,3 +466,10 @@ def test_a_proxy_in_front_of_a_server_that_starts_is_waited_for() -> None:
     with RolloutClient(transport=httpx.MockTransport(lambda _: httpx.Response(next(statuses)))) as client:
         client.wait_until_ready(60)
     assert next(statuses, None) is None
+
+
+def test_an_answer_of_a_proxy_says_when_to_try_again():
+    answer = httpx.Response(503, headers={"retry-after": "5"}, text="<html>no upstream</html>")
+    with pytest.raises(RolloutError, match="no upstream") as error:
+        raise_for_error(answer)
+    assert (error.value.status, error.value.retry_after_s) == (503, 5.0)

@@ -248,13 +248,13 @@ def parse(form: TypeAdapter[Any], content: bytes) -> Any:
 def raise_for_error(response: httpx.Response) -> None:
     if response.is_success:
         return
+    wait = response.headers.get("retry-after", "")
+    retry_after_s = float(wait) if wait.isdecimal() else None
     try:
         body = ErrorAnswer.model_validate_json(response.content).error
     except ValidationError:
         text = response.text[:MAX_ERROR_CHARS] or response.reason_phrase
-        raise RolloutError(response.status_code, text, response.reason_phrase) from None
-    wait = response.headers.get("retry-after", "")
-    retry_after_s = float(wait) if wait.isdecimal() else None
+        raise RolloutError(response.status_code, text, response.reason_phrase, None, retry_after_s) from None
     raise RolloutError(response.status_code, body.message, body.type, body.param, retry_after_s)
 
 

@@ -116,13 +116,13 @@ def _unanswered(error: httpx.TransportError) -> RequestError:
     """The reason why the first process has not answered, for the client."""
     if isinstance(error, httpx.ConnectError):
         return RequestError(
-            "the process of this server that has sessions and runs does not answer yet. Try again.",
+            "the first process of this server does not answer yet. Try again.",
             status=HTTPStatus.SERVICE_UNAVAILABLE,
             retry_after_s=1,
         )
     return RequestError(
-        "the process of this server that has sessions and runs ended amid the request. Look at what the request has "
-        "done, or repeat it with its idempotency_key.",
+        "the first process of this server ended amid the request. Look at what the request has done, or repeat it with "
+        "its idempotency_key, if it has one.",
         status=HTTPStatus.BAD_GATEWAY,
     )
 
