@@ -502,13 +502,15 @@ class Executor:
 
     def __init__(self, *, is_ours: bool = True) -> None:
         self.num_changes, self.calls, self.is_ours, self.is_clean = 0, [], is_ours, True
+        self.lacks_weights = 0
 
     def collective_rpc(self, method: str, *args: Any) -> list[int]:
         self.calls.append(method)
         if method == "no such method" or (method.startswith("rollout_") and not self.is_ours):
             raise AttributeError(method)
         self.num_changes += method in ("reload_weights", "rollout_count_change")
-        return [int(not self.is_clean)] if method == "rollout_clean_kv" else [self.num_changes]
+        told = {"rollout_clean_kv": int(not self.is_clean), "rollout_lacks_weights": self.lacks_weights}
+        return [told.get(method, self.num_changes)]
 
     def add_lora(self, lora: Any) -> bool:
         return True
@@ -532,6 +534,18 @@ def test_engine_cores_of_others_in_the_process_are_left_alone(core):
     core.scheduler = SimpleNamespace()
     assert core.collective_rpc("reload_weights") == [2]
     assert Changes.num == 0
+
+
+def test_no_step_runs_while_the_model_lacks_weights_whoever_resumes(core):
+    core.model_executor.lacks_weights = 1
+    core.collective_rpc("start_weight_update")
+    scheduler = core.scheduler
+    assert scheduler.pause_state == PauseState.PAUSED_ALL
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert scheduler.pause_state == PauseState.PAUSED_ALL
+    core.model_executor.lacks_weights = 0
+    core.collective_rpc("finish_weight_update")
+    assert scheduler.pause_state == PauseState.UNPAUSED
 
 
 def test_an_engine_core_hears_of_new_weights_by_the_call_that_brought_them(core):
