@@ -92,7 +92,7 @@ def kills_its_group(text):
 
 
 def closes_its_sockets(text):
-    os.closerange(3, 256)
+    os.closerange(3, 1 << 16)  # a test process may have more than 256 files open
     return 1
 
 
