@@ -30,7 +30,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]
 def answer_logprobs(
     model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Log probabilities of the answers' tokens at temperature 1, in nats, and a mask of them.
+    """Compute log probabilities of answers at temperature 1, in nats, and a mask of their tokens.
 
     model: a causal language model of Hugging Face in which every layer attends to earlier tokens only.
     prompts, answers: token ids. Each prompt has a token, and at least one answer has some.

@@ -92,6 +92,7 @@ class GroupSchedulerMixin:
         self._preempted_aside = False
         """True if we have preempted a request since the last step, and no request may be admitted in the next one."""
         self._is_held, self._asked_pause = False, PauseState.UNPAUSED
+        """True while the model lacks weights. What clients have asked for, which holds after that."""
         self.num_unmet = 0
         """Joined groups whose siblings did not come."""
         self.parts = CoreParts.of(self)

@@ -82,11 +82,11 @@ class AsyncFeed(FeedMethods):
         """Wait for a batch, and take it.
 
         drain: if no prompt waits and nothing runs, return the groups there are, perhaps none.
-        key: your name for the batch. A second call with this key gives this batch again. None: a new key. After
-        a call that raised: its key, because the server may have taken its batch.
+        key: your name for the batch. A second call with this key gives this batch again. None: a new key, or the key of
+        a call that raised, since the server may have taken its batch.
         timeout_s: seconds for which the server waits for the batch.
-        reconnect_s: seconds from the first lost connection, 502, or answer with Retry-After, for which the request is
-        repeated. 0: the client retries as for any other request.
+        reconnect_s: seconds for which the request is repeated if the server was lost or asks for another attempt. 0:
+        the client retries as for any other request.
 
         Raises: RolloutError, 504 if there is no batch in time. Its message says what the batch waits for. If the server
         was lost, repeat the call with its key, or without one.

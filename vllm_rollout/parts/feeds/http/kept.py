@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -52,23 +53,25 @@ class Kept:
         if self.store is not None:
             await _written(partial(self.store.put, self._name, key, digest, prompts))
 
-    def completed(self, turn: int, born: int, fields: Mapping[str, Any], group: bytes) -> None:
+    def completed(self, group: AdmittedGroup) -> None:
         """Write a complete group soon. After a kill before that, it runs again."""
         if self.store is not None:
-            self._later(partial(self._write_group, self.store.completed, turn, born, fields, group))
+            fields = {**_names(group), "rollout_id": group.rollout_id, **asdict(group.size)}
+            self._later(partial(self._write_group, self.store.completed, group, fields, group.json))
 
     def stopped(self, group: AdmittedGroup, kept: KeptOutput) -> None:
         """Write the output of a stopped group soon. After a kill before that, it goes on with less, or runs again."""
         if self.store is not None:
-            names = {"born_version": group.born_version, "is_long": group.is_long}
-            fields = {**names, "indices": kept.indices, "num_tokens": kept.num_tokens}
-            self._later(partial(self._write_group, self.store.stopped, group.turn, group.born, fields, kept.packed))
+            fields = {**_names(group), "indices": kept.indices, "num_tokens": kept.num_tokens}
+            self._later(partial(self._write_group, self.store.stopped, group, fields, kept.packed))
 
-    def _write_group(self, write: Callable[..., None], turn: int, *its: Any) -> None:
+    def _write_group(
+        self, write: Callable[..., None], group: AdmittedGroup, fields: Mapping[str, Any], output: bytes
+    ) -> None:
         """Write the newest group of a prompt. Runs on the thread."""
-        write(self._name, turn, *its)
-        if turn in self._anew:  # an earlier group of it was to be forgotten
-            self._anew.remove(turn)
+        write(self._name, group.turn, group.born, fields, output)
+        if group.turn in self._anew:  # an earlier group of it was to be forgotten
+            self._anew.remove(group.turn)
 
     def left(self, turns: list[int], state: Mapping[str, Any], anew: Sequence[int] = ()) -> None:
         """Forget prompts soon, and keep the feed's numbers. `anew`: prompts that begin anew."""
@@ -114,6 +117,10 @@ class Kept:
 
     def _later(self, write: Callable[[], None]) -> None:
         spawn(_heard(_submitted(write)), "a feed on disk")
+
+
+def _names(group: AdmittedGroup) -> dict[str, Any]:
+    return {"born_version": group.born_version, "is_long": group.is_long}
 
 
 async def _written(write: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -365,10 +365,7 @@ class LiveFeed:
         else:
             self.rule.completed(number, len(group.json))
             group.before = group.before and replace(group.before, packed=b"")
-            size, born = group.size, self.rule.complete[number]
-            names = {"born_version": group.born_version, "rollout_id": group.rollout_id, "is_long": group.is_long}
-            fields = {**names, **asdict(size)}
-            self.kept.completed(group.turn, born, fields, group.json)
+            self.kept.completed(group)
             self._put_back()
         self.admit()
 
