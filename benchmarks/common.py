@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import httpx
@@ -199,43 +198,25 @@ def publish(
     result: dict[str, Any],
     tables: Callable[[dict[str, Any]], str],
     draw: Callable[[dict[str, Any], Path], None] | None = None,
+    *,
+    is_measured: bool = True,
 ) -> None:
     """Write the result at --output and its picture at --output-picture.
 
-    Print its tables: rendered in a terminal, else as Markdown.
+    Print its tables: rendered in a terminal, else as Markdown. `is_measured`: the result was measured just now, and is
+    written first. False: its runs are on disk, and no file changes unless tables and picture can be made.
     """
-    write_json(arguments.output, result)
-    _show(tables(result))
-    if draw is not None:
-        draw(result, arguments.plot)
-    _say_written(*([arguments.output] if draw is None else [arguments.output, arguments.plot]))
-
-
-def publish_report(
-    arguments: argparse.Namespace,
-    result: dict[str, Any],
-    tables: Callable[[dict[str, Any]], str],
-    draw: Callable[[dict[str, Any], Path], None],
-) -> None:
-    """Do as `publish` for a result of runs that are on disk: no file changes unless the tables and the picture can be
-    made."""
-    text = tables(result)
-    with TemporaryDirectory() as folder:
-        drawn = Path(folder) / arguments.plot.name
-        draw(result, drawn)
+    if is_measured:
         write_json(arguments.output, result)
-        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(drawn, arguments.plot)
-    _show(text)
-    _say_written(arguments.output, arguments.plot)
-
-
-def _show(text: str) -> None:
+    text = tables(result)
     Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
-
-
-def _say_written(*files: Path) -> None:
-    Console(stderr=True).print(f"written: {', '.join(map(str, files))}", highlight=False)
+    if draw is not None:
+        draw(result, drawn := arguments.plot.with_name(f"new-{arguments.plot.name}"))
+        drawn.replace(arguments.plot)
+    if not is_measured:
+        write_json(arguments.output, result)
+    written = [str(arguments.output)] if draw is None else [str(arguments.output), str(arguments.plot)]
+    Console(stderr=True).print(f"written: {', '.join(written)}", highlight=False)
 
 
 def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:

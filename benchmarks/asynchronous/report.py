@@ -24,7 +24,7 @@ from benchmarks.asynchronous.arms import ARMS, WAIT
 from benchmarks.asynchronous.clock import WORLDS
 from benchmarks.asynchronous.run import MAIN_ARMS
 from benchmarks.asynchronous.run import __doc__ as HOW_TO_RUN
-from benchmarks.common import ROOT, arguments_of, median_of_known, publish_report, record_of_run
+from benchmarks.common import ROOT, arguments_of, median_of_known, publish, record_of_run
 from benchmarks.tables import Row, bars, columns, grid, number, picture
 from benchmarks.time_to_reward.report import finite, interval
 from benchmarks.time_to_reward.run import whole_lines
@@ -256,7 +256,7 @@ def main() -> None:
     for name in ("check", "speeds"):
         path = arguments.folder / f"{name}.json"
         record[name] = json.loads(path.read_text()) if path.exists() else earlier.get(name)
-    publish_report(arguments, record, tables, draw)
+    publish(arguments, record, tables, draw, is_measured=False)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
-from benchmarks.common import ROOT, arguments_of, publish_report, record_of_run
+from benchmarks.common import ROOT, arguments_of, publish, record_of_run
 from benchmarks.tables import Row, columns, number, percent, picture
 from benchmarks.time_to_reward.arms import ARMS, RETIRED, RIVALS
 from benchmarks.time_to_reward.run import whole_lines
@@ -292,7 +292,7 @@ def main() -> None:
                 f"error: {style!r} has trainings of policy {new}, its record of {old}. Name another style."
             )
     record |= {"styles": styles_of(folders, earlier["styles"], arguments.seed), "about": {**earlier["about"], **abouts}}
-    publish_report(arguments, record, tables, draw)
+    publish(arguments, record, tables, draw, is_measured=False)
 
 
 if __name__ == "__main__":
