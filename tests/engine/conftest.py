@@ -140,21 +140,19 @@ class Server:
         return counter("\n".join(line for line in lines if all(label in line for label in wanted)), name)
 
     @property
-    def num_requests(self) -> float:
-        """Requests in the engine as of its last step: 0 also when they have not reached it yet."""
-        metrics = self.http.get("/metrics").text
-        return counter(metrics, "vllm:num_requests_running") + counter(metrics, "vllm:num_requests_waiting")
-
-    @property
     def num_in_engine(self) -> int:
-        """Requests in the engines now, also while they make no step."""
+        """Requests in the engines now, as the engines say. With several API processes vLLM's metrics may say an older
+        number again.
+        """
         return sum(engine["num_running"] + engine["num_waiting"] for engine in self.engines)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         wait_until(condition, TIMEOUT_S)
 
     def wait_until_idle(self) -> None:
-        self.wait_until(lambda: self.num_requests == 0)
+        """No request is in the engines, and the metrics know of it."""
+        gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        self.wait_until(lambda: self.num_in_engine == 0 and not any(map(self.counter, gauges)))
 
     @property
     def engines(self) -> list[dict[str, Any]]:
@@ -254,7 +252,7 @@ def race_joined(
 
     with ThreadPoolExecutor(num_winners + num_losers) as pool:
         winners = [pool.submit(complete, **ends_after(max_tokens // 2)) for _ in range(num_winners)]
-        server.wait_until(lambda: server.num_requests == num_winners or all(answer.done() for answer in winners))
+        server.wait_until(lambda: server.num_in_engine == num_winners or all(answer.done() for answer in winners))
         losers = [pool.submit(complete, ignore_eos=True) for _ in range(num_losers)]
         return [answer.result() for answer in [*winners, *losers]]
 

@@ -72,7 +72,7 @@ def test_groups_keep_off_a_rank_that_ordinary_requests_keep_busy(server: Server)
     with ThreadPoolExecutor(12) as pool:
         busy = [pool.submit(keep_busy, 400 + 40 * number) for number in range(12)]
         try:
-            server.wait_until(lambda: server.num_requests >= 10)
+            server.wait_until(lambda: server.num_in_engine >= 10)
             time.sleep(2 * LATE_S)
             before = tokens_by_rank(server)[1]
             body = {"prompts": [{"prompt": "hello"}], "group_size": 2, "sampling_params": {"max_tokens": 4}}

@@ -140,7 +140,7 @@ def aborted(server: Server, path: str, body: dict[str, Any], header: str, id: st
     server.wait_until_idle()
     with ThreadPoolExecutor() as pool:
         running = pool.submit(server.http.post, path, json=body, headers={"x-request-id": header})
-        wait_until(lambda: server.num_requests >= 4)
+        wait_until(lambda: server.num_in_engine >= 4)
         with httpx.Client(base_url=server.url) as another:
             response = another.post("/abort_requests", json={"request_ids": [id]})
         assert response.status_code == 200, response.text
@@ -179,7 +179,7 @@ def test_rollouts_that_only_wait_for_places_are_aborted_from_either_process(serv
             pool.submit(server.http.post, "/v1/rollouts", json=EIGHTY_LONG_GROUPS, headers={"x-request-id": name})
             for name in names
         ]
-        wait_until(lambda: server.num_requests >= 128)
+        wait_until(lambda: server.num_in_engine >= 128)
 
         def are_over() -> bool:
             """Abort all that is not over: a rollout may come after its first abort."""
@@ -473,7 +473,7 @@ def test_many_at_once_lose_nothing_while_ranks_are_drained(server):
             each.result(120)
         over.set()
         assert draining.result(60) > 0
-    wait_until(lambda: server.num_requests == 0)
+    wait_until(lambda: server.num_in_engine == 0)
     for id in ids:
         found = group(server, id)
         assert (found["status"], len(found["selected"])) == ("complete", 4)
