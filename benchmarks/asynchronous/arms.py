@@ -49,8 +49,12 @@ def race(num_candidates: int) -> GroupPlan:
 
 WAIT = Arm("wait for 8 of 8")
 OFF = Arm("one step off", max_staleness=1, in_batches=True)
-STALE = {eta: Arm(f"staleness {eta}", max_staleness=eta) for eta in (1, 2, 4, 8)}
 DUAL_END = GroupPlan(GROUP_SIZE, 8, early_stop=False, selection="dual_end", num_longest=1, patience=1.5)
+
+
+def stale(eta: int, on_stale: OnStale) -> Arm:
+    title = f"staleness {eta}{', older ones dropped' * (on_stale == 'drop')}"
+    return Arm(title, max_staleness=eta, on_stale=on_stale)
 
 
 def raced(arm: Arm, num_candidates: int) -> Arm:
@@ -69,41 +73,37 @@ def pruned(arm: Arm, title: str) -> Arm:
     return replace(arm, title=title, plan=replace(race(16), early_stop=False), prunes=True)
 
 
+FEEDS = {
+    f"stale{eta}{'-drop' * (on_stale == 'drop')}": stale(eta, on_stale)
+    for on_stale in ("wait", "drop")
+    for eta in (1, 2, 4, 8)
+}
 ARMS = {
     "wait": WAIT,
-    "race": Arm("race 8 of 16", race(16)),
-    "stale1": STALE[1],
-    "off-race": raced(OFF, 16),
-    "stale2-race12": raced(STALE[2], 12),
-    "stale2": STALE[2],
-    "off": OFF,
     "race10": Arm("race 8 of 10", race(10)),
     "race12": Arm("race 8 of 12", race(12)),
-    "stale1-race12": raced(STALE[1], 12),
-    "stale1-race16": raced(STALE[1], 16),
-    "stale2-race10": raced(STALE[2], 10),
-    "stale2-race16": raced(STALE[2], 16),
+    "race": Arm("race 8 of 16", race(16)),
     "race-taught": taught(Arm("race 8 of 16", race(16))),
-    "stale4": STALE[4],
-    "stale2-drop": replace(STALE[2], title="staleness 2, older ones dropped", on_stale="drop"),
-    "stale2-recompute": replace(STALE[2], title="staleness 2, KV recomputed", recompute=True),
-    "stale2-truncated": replace(STALE[2], title="staleness 2, importance sampling", truncates=True),
-    "stale2-race12-taught": taught(raced(STALE[2], 12)),
+    "off": OFF,
+    "off-race10": raced(OFF, 10),
+    "off-race12": raced(OFF, 12),
+    "off-race": raced(OFF, 16),
+    "off-race-taught": taught(raced(OFF, 16)),
+    **FEEDS,
+    **{f"{name}-race{num}": raced(feed, num) for name, feed in FEEDS.items() for num in (10, 12, 16)},
+    "stale1-race16-taught": taught(raced(FEEDS["stale1"], 16)),
+    "stale2-race12-taught": taught(raced(FEEDS["stale2"], 12)),
+    "stale2-recompute": replace(FEEDS["stale2"], title="staleness 2, KV recomputed", recompute=True),
+    "stale2-truncated": replace(FEEDS["stale2"], title="staleness 2, importance sampling", truncates=True),
     "rounds": Arm("rounds", in_rounds=True),
     "off-rounds": replace(OFF, title="one step off, rounds", in_rounds=True),
     "dual": Arm("7 first and the longest of 16", DUAL_END),
     "different": most_different(replace(WAIT, title="wait")),
-    "stale2-different": most_different(STALE[2]),
+    "stale2-different": most_different(FEEDS["stale2"]),
     "pruned": pruned(WAIT, "half of 16 pruned"),
-    "stale2-pruned": pruned(STALE[2], "staleness 2, half of 16 pruned"),
-    "off-race12": raced(OFF, 12),
-    "off-race-taught": taught(raced(OFF, 16)),
-    "stale1-race16-taught": taught(raced(STALE[1], 16)),
-    "stale2-drop-race12": replace(
-        raced(STALE[2], 12), title="staleness 2, older ones dropped, race 8 of 12", on_stale="drop"
-    ),
-    "stale4-race12": raced(STALE[4], 12),
-    "stale8": STALE[8],
-    "stale8-race12": raced(STALE[8], 12),
+    "stale2-pruned": pruned(FEEDS["stale2"], "staleness 2, half of 16 pruned"),
 }
-"""The first seven are the main arms."""
+MAIN_ARMS = [
+    *("wait", "race", "race-taught", "off", "off-race", "off-race-taught"),
+    *("stale1", "stale2", "stale2-drop", "stale2-race12", "stale1-race16-taught"),
+]

@@ -22,12 +22,13 @@ from vllm_rollout.rewards import advantages
 from vllm_rollout.training.stream import StreamTrainer
 
 NUM_HELD_OUT, MICRO_TOKENS = 192, 2048
+LEARNING_RATE = 3e-4
 TERMS = ALGORITHMS["dr_grpo"]
 TRUNCATED = replace(TERMS, correction=CORRECTIONS["tis"])
 
 
 class Policy:
-    def __init__(self, folder: Path | str, seed: int, lr: float = 3e-4) -> None:
+    def __init__(self, folder: Path | str, seed: int, lr: float = LEARNING_RATE) -> None:
         self.model, self.tokenizer = load(folder)
         self.seed, self.lr, self.num_updates = seed, lr, 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)

@@ -22,7 +22,6 @@ from typing import Any
 
 from benchmarks.asynchronous.arms import ARMS, WAIT
 from benchmarks.asynchronous.clock import WORLDS
-from benchmarks.asynchronous.run import MAIN_ARMS
 from benchmarks.asynchronous.run import __doc__ as HOW_TO_RUN
 from benchmarks.common import ROOT, arguments_of, median_of_known, publish, record_of_run
 from benchmarks.tables import Row, bars, columns, grid, number, picture
@@ -38,8 +37,11 @@ TITLES = {**{arm: its.title for arm, its in ARMS.items()}, BOUND: "no device idl
 KEYS = tuple(f"to_{goal}" for goal in GOALS)
 RIVALS = [name for name, arm in ARMS.items() if arm.splits_devices and arm.plan == WAIT.plan]
 """Asynchronous arms without a race. The best one has most seeds, and of those the lowest median."""
-PICTURED = (*MAIN_ARMS, BOUND, "stale1-race16-taught", "stale2-drop")
-"""Arms whose success over seconds is drawn: the main ones, the recommended one, and the best without a race."""
+PICTURED = (
+    *("wait", "off", "stale1", "stale2", "stale2-drop", "race", "race-taught", "off-race-taught"),
+    *("stale1-race16-taught", BOUND),
+)
+"""Arms whose success over seconds is drawn."""
 OF_STEPS = ("staleness", "token_staleness", "reward", "difference")
 """Means over all updates: updates between a group's start and its batch, and between a token and its batch."""
 
@@ -246,8 +248,8 @@ def main() -> None:
     record = record_of_run(seed=arguments.seed, workload={"runs": HOW_TO_RUN, "report": __doc__})
     record["about"] = json.loads((arguments.folder / "about.json").read_text())
     earlier = {} if arguments.add is None else json.loads(arguments.add.read_text())
-    if earlier and (policy := earlier["about"]["policy"]) != record["about"]["policy"]:
-        raise SystemExit(f"error: {arguments.add} has runs of policy {policy}, the folder of another. Leave --add out.")
+    if earlier and any(earlier["about"][name] != record["about"][name] for name in ("policy", "flags")):
+        raise SystemExit(f"error: {arguments.add} has runs of another policy or other flags. Leave --add out.")
     before = {world: [run for row in rows for run in row["runs"]] for world, rows in earlier.get("worlds", {}).items()}
     found = {world: rows_of(arguments.folder / world, arguments.seed, before.get(world, ())) for world in WORLDS}
     record["worlds"] = {world: rows for world, rows in found.items() if rows}

@@ -39,17 +39,20 @@ def is_done(record: Path, steps: int) -> bool:
 
 
 def say_what_runs(folder: Path, model: str, flags: Sequence[str]) -> None:
-    """Write `about.json` of a folder of trainings. Raises: SystemExit if the folder has trainings of another policy.
+    """Write `about.json` of a folder of trainings.
+
+    Raises: SystemExit if the folder has trainings of another policy, or with other flags.
 
     float32 rounds differently on another kind of CPU, so the same pretraining then makes a policy that learns
     differently.
     """
     weights = b"".join(path.read_bytes() for path in sorted(Path(model).glob("*.safetensors")))
     policy, about = hashlib.sha256(weights).hexdigest()[:16], folder / "about.json"
-    if about.exists() and (other := json.loads(about.read_text()).get("policy")) != policy:
-        raise SystemExit(f"error: {folder} has trainings of policy {other}, {model} is {policy}. Name another folder.")
+    its = {"policy": policy, "flags": [*flags]}
+    if about.exists() and (other := {name: json.loads(about.read_text()).get(name) for name in its}) != its:
+        raise SystemExit(f"error: {folder} has trainings of {other}, now of {its}. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(about, {"versions": installed_versions(), "hardware": hardware(), "policy": policy, "flags": [*flags]})
+    write_json(about, {"versions": installed_versions(), "hardware": hardware(), **its})
 
 
 def main() -> None:

@@ -284,7 +284,7 @@ def test_a_run_learns_and_is_reported(small, tmp_path, monkeypatch, name):
 
 def test_a_completed_run_is_not_repeated(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pilot, "PILOT_STEPS", 2)  # or it lasts longer
-    arguments = Namespace(folder=tmp_path, model=small, arms=["wait"], seeds=[1])
+    arguments = Namespace(folder=tmp_path, model=small, arms=["wait"], seeds=[1], learning_rate=1e-3)
     lengths = [[[4] * 16] * BATCH] * 3
     assert plan_of(WORLDS["quarter"], lengths).limit_s > 0
     for _ in range(2):
