@@ -325,6 +325,15 @@ async def test_bad_fields_are_refused_when_the_feed_is_made(http, fields, param)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
+async def test_too_many_feeds_are_refused(http, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_FEEDS", 1)
+    await make(http)
+    response = await http.post("/v1/feeds", json={"id": "b", **TERMS})
+    assert (response.status_code, "DELETE one of them" in response.text) == (409, True)
+    await http.delete("/v1/feeds/a")
+    await make(http, id="b")
+
+
 async def test_too_many_waiting_prompts_are_refused(http, monkeypatch) -> None:
     monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_WAITING_BYTES", 100)
     await make(http, batch=1, max_staleness=0)

@@ -126,6 +126,25 @@ async def test_groups_that_ran_run_again_once_the_weights_are_named(start: Start
         await http.delete("/v1/feeds/a")
 
 
+async def test_other_weights_after_a_restart_are_an_update(start: Start) -> None:
+    engine = FakeEngine(weight_version="step-0", lengths={0: 3, 1: 5})
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http, on_stale="drop")
+        await put(http, 0, 9)
+        await complete(app, 6)
+    await kill(app)
+    after = FakeEngine()
+    app = start(after)
+    async with http_of(app) as http:
+        await update(app, after, "step-7")
+        batch = await take(http)
+        assert (batch["version"], {group["staleness"] for group in batch["groups"]}) == (1, {1})
+        await update(app, after, "step-8")  # the three groups of before that are left are too old now
+        batch = await take(http)
+        assert (batch["version"], len(batch["dropped"]), sorted(ids(batch))) == (2, 3, ["q6", "q7", "q8"])
+
+
 async def test_a_server_without_the_feeds_reward_loses_no_prompt(start: Start, tmp_path: Path) -> None:
     terms: dict[str, Any] = {"reward": "even", "max_staleness": 0}
     async with http_of(start(FakeEngine(weight_version="step-0", step_s=60.0), graders=FakeGraders())) as http:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from vllm_rollout.parts.feeds.rules.feed import Feed, FeedTerms, Versions
 
 TERMS = st.builds(FeedTerms, st.integers(1, 4), st.integers(0, 3), st.sampled_from(["wait", "drop", "finish", "defer"]))
-STEPS = st.lists(st.sampled_from(["admit", "complete", "filter", "take", "update"]), max_size=120)
+STEPS = st.lists(st.sampled_from(["admit", "complete", "filter", "take", "update", "stop"]), max_size=120)
 
 
 MAX_BYTES = st.sampled_from([1, 25, 10**9])
-"""Complete groups have 10 bytes each."""
+"""Complete and stopped groups have 10 bytes each."""
 
 
 class Watched:
@@ -27,6 +27,7 @@ class Watched:
         self.over: dict[int, str] = {}
         self.num_batches = 0
         self.feed.max_bytes = max_bytes
+        self.stopped: set[int] = set()
         self.num_deferred = self.num_long = 0
         """Deferred prompts that wait, and those of them that are to start."""
         self.long: set[int] = set()
@@ -53,6 +54,11 @@ class Watched:
         else:
             self.feed.gave_up(number)
             self.finish(number, "filtered")
+
+    def stop(self) -> None:
+        for number in self.feed.running:
+            self.feed.stopped(number, 10)
+            self.stopped.add(number)
 
     def take(self, *, drain: bool = False) -> bool:
         alive = {**self.feed.running, **self.feed.complete}
@@ -85,7 +91,7 @@ class Watched:
         assert alive | self.over.keys() == self.born.keys()
         assert alive.isdisjoint(self.over)
         assert 0 <= feed.capacity <= feed.terms.num_places - len(alive)
-        assert feed.sizes.keys() == feed.complete.keys()
+        assert feed.sizes.keys() == feed.complete.keys() | (self.stopped & feed.running.keys())
         assert feed.long == self.long & alive
         assert not feed.is_full or feed.capacity <= max(0, feed.terms.batch - len(alive))
 
@@ -100,6 +106,7 @@ def test_no_order_of_events_takes_a_group_twice_or_loses_it_or_exceeds_the_bound
         "filter": lambda: watched.end(chance.choice, keep=False),
         "take": watched.take,
         "update": watched.update,
+        "stop": watched.stop,
     }
     for step in steps:
         acts[step]()

@@ -7,10 +7,12 @@ import json
 
 import pytest
 
-from tests.parts.feeds.test_feeds import make, put, take
+from tests.parts.feeds.test_feeds import make, put, take, update
+from tests.parts.feeds.test_stopped import have_tokens
 from tests.parts.page.browser import HOSTILE, chromium, needs_browser, text
 from tests.parts.page.test_page import SERVER, looking
 from tests.parts.page.test_page import Feed as Page
+from tests.support.waiting import eventually
 from vllm_rollout.parts.feeds.with_page.http import ShownFeeds
 from vllm_rollout.parts.page.http.events import event_of
 from vllm_rollout.parts.page.http.plan import PagePlan
@@ -37,6 +39,22 @@ async def test_viewers_are_told_of_feeds_when_they_change(app, http) -> None:
     await put(http, 3, 3)
     shown.everything()  # of a viewer who comes now
     assert len(rows(shown.changes())) == 1, "those who came before hear of it, too"
+
+
+async def test_a_batch_and_viewers_are_warned_if_long_groups_are_dropped(app, http, engine) -> None:
+    engine.step_s, engine.lengths = 0.005, {0: 400, 1: 400}
+    await make(http, on_stale="drop", batch=8)
+    await put(http, 0, 8)
+    await have_tokens(engine, 16)
+    await update(app, engine, "1")
+    engine.lengths = {0: 1, 1: 1}
+    await put(http, 8, 8)
+    await update(app, engine, "2")
+    await eventually(lambda: engine.num_aborted == 16)
+    (warning,) = (await take(http))["warnings"]
+    assert "long answers are underrepresented. Dropped groups are longer" in warning
+    (feed,) = rows(ShownFeeds(app.state.feed_service).everything())
+    assert feed["warning"] == warning
 
 
 @needs_browser

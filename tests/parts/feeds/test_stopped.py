@@ -172,9 +172,11 @@ async def test_groups_wait_while_a_batch_is_complete_and_hold_their_places(app, 
     engine.lengths = LONG
     await put(http, 3, 6)
     await have_tokens(engine, 6)
+    complete_bytes = (await look(http))["complete_bytes"]
     await update(app, engine, "step-1")
     await eventually(lambda: len(feed_of(app).stopped) == 3)
     seen = await look(http)
+    assert seen["complete_bytes"] > complete_bytes, "output of stopped groups is counted too"
     assert (seen["num_running"], seen["num_stopped"], seen["waits_for"]) == (3, 3, "trainer")
     assert (seen["num_waiting"], seen["capacity"], engine.num_running) == (3, 0, 0)
     assert ids(await take(http)) == ["q0", "q1", "q2"]

@@ -157,7 +157,7 @@ class FeedAnswer(BaseModel):
     num_complete: int
     """Complete groups that no batch has yet."""
     complete_bytes: int
-    """Size of these groups as JSON."""
+    """Size of these groups as JSON, and of the tokens with which stopped groups go on."""
     max_complete_bytes: int
     """From this size on, only those groups start that the next batch lacks."""
     capacity: int

@@ -141,6 +141,7 @@ class LiveFeed:
                 rule.running[number] = born
                 group.before = KeptOutput(packed, fields["indices"], fields["num_tokens"])
                 self.stopped.add(number)
+                rule.stopped(number, len(packed))
             else:
                 rule.complete[number], rule.sizes[number] = born, len(answer)
                 group.rollout_id, group.json = fields["rollout_id"], answer
@@ -374,7 +375,7 @@ class LiveFeed:
             del self._tasks[number]
 
     def _put_back(self) -> None:
-        """Let prompts wait again whose groups have no place in the engine, if complete groups have too many bytes."""
+        """Let prompts wait again whose groups have no place in the engine, if the feed has too many bytes."""
         if not self.rule.is_full:
             return
         groups = ((number, self.groups[number]) for number in self.rule.running)
@@ -384,7 +385,7 @@ class LiveFeed:
             self._again(number)
         if self.queue.waiting:
             self.since.warn(
-                f"complete groups have {self.rule.num_bytes} bytes, at most {self.rule.max_bytes} may wait here: no "
+                f"complete and stopped groups have {self.rule.num_bytes} bytes, at most {self.rule.max_bytes} may: no "
                 "more groups start before batches are taken."
             )
 
@@ -396,6 +397,7 @@ class LiveFeed:
         if group.before is not None:
             self.groups[number] = group
             self.stopped.add(number)
+            self.rule.stopped(number, len(group.before.packed))
         else:
             self.rule.gave_up(number)
             del self.groups[number]

@@ -27,7 +27,7 @@ sessions of a feed of sessions. `fields`: the server refuses the feed's fields."
 NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 """A version's name that ends with a number, as step-17."""
 MAX_BYTES = 4 << 30
-"""Most bytes of complete groups that wait for a trainer, in all feeds of a server."""
+"""Most bytes of complete and of stopped groups, in all feeds of a server."""
 MAX_NAMES = 4096
 """Names that a feed remembers of each kind: of versions, and keys of requests."""
 
@@ -66,9 +66,9 @@ class Feed:
     complete: dict[int, int] = field(default_factory=dict)
     """Version at birth of each complete group."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of each complete group."""
+    """Bytes of each complete group, and of each one that was stopped and goes on."""
     max_bytes: int = MAX_BYTES
-    """Bytes of complete groups from which on no group starts but those that the next batch lacks."""
+    """Bytes of these groups from which on no group starts but those that the next batch lacks."""
     num_admitted: int = 0
     long: set[int] = field(default_factory=set)
     """Long groups that run or are complete."""
@@ -83,7 +83,7 @@ class Feed:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of complete groups."""
+        """Bytes of complete and of stopped groups."""
         return sum(self.sizes.values())
 
     @property
@@ -111,9 +111,14 @@ class Feed:
     def completed(self, number: int, num_bytes: int = 0) -> None:
         self.complete[number], self.sizes[number] = self.running.pop(number), num_bytes
 
+    def stopped(self, number: int, num_bytes: int) -> None:
+        """A running group goes on later. `num_bytes`: of the output with which it does."""
+        self.sizes[number] = num_bytes
+
     def gave_up(self, number: int) -> None:
         """Give back the place of a running group that was filtered, or that failed."""
         del self.running[number]
+        self.sizes.pop(number, None)
         self.long.discard(number)
 
     def take(self, *, drain: bool = False) -> list[TakenGroup] | None:
