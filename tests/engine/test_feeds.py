@@ -173,6 +173,7 @@ def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kil
             check_graded(graded.batch(timeout_s=60))
         graded.delete()
         assert stopped.refresh().num_stopped == 2
+        assert server.counter("vllm:spec_decode_num_draft_tokens_total") > 0
     os.killpg(server._process.pid, signal.SIGKILL)
 
     server = start()

@@ -1,5 +1,5 @@
-"""Ranks that are killed while groups move between them: the others go on, nothing is lost or said twice, and nobody
-waits for ever when the last one dies."""
+"""Ranks that are killed while groups move between them: the others go on, nothing is lost or said twice, a feed has
+every batch, and nobody waits for ever when the last one dies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import pytest
 from benchmarks.kills.rank_readers import Mover, Reader
 from benchmarks.kills.ranks import rank_processes
 from tests.engine.conftest import TIMEOUT_S, Server, emulating, serve_command
+from vllm_rollout import RolloutClient
+from vllm_rollout.parts.feeds.http.answers import FeedBatch
 
 DEVICE = {"step": {"ms": 15.0}, "lengths": {"log_normal": {"mean": 200, "sigma": 0.5}}}
 NUM_READERS = 4
@@ -58,7 +61,10 @@ def test_ranks_that_are_killed_while_groups_move_take_nothing_with_them(server: 
     never = threading.Event()
     readers = [Reader(server.url, at, never, 1000) for at in range(NUM_READERS)]
     mover = Mover(server.url, 7, NUM_RANKS, never)
-    with ThreadPoolExecutor(NUM_READERS + 1) as pool:
+    batches: list[FeedBatch] = []
+    with closing(RolloutClient(server.url)) as client, ThreadPoolExecutor(NUM_READERS + 1) as pool:
+        feed = client.feed(2, 2, max_staleness=9)
+        feed.put([{"prompt_token_ids": [60, at]} for at in range(60, 80)])
         reading = [pool.submit(reader.read) for reader in readers]
         moving = pool.submit(mover.move)
         dead: set[int] = set()
@@ -73,8 +79,11 @@ def test_ranks_that_are_killed_while_groups_move_take_nothing_with_them(server: 
             dead.add(rank)
             if len(dead) < NUM_RANKS:
                 server.wait_until(lambda: dead_ranks(server) == dead)
+                batches += [feed.batch() for _ in range(3)]
         for work in (moving, *reading):
             work.result(timeout=TIMEOUT_S)
+    assert [each for batch in batches for each in batch.failed] == []
+    assert len({group.prompt_id for batch in batches for group in batch.groups}) == 2 * len(batches) == 12
     assert [problem for client in (mover, *readers) for problem in client.problems] == []
     assert sum(reader.counts["groups_restarted"] for reader in readers) > 0
     for reader in readers:

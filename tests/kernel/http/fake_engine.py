@@ -311,7 +311,7 @@ class FakeEngine:
                     self._close_step(steps)
                     for candidate in running.values():
                         self.num_ended += 1
-                        yield self._end(candidate, group_id, group, handle)
+                        yield replace(self._end(candidate, group_id, group, handle), finish_reason="error")
                     running.clear()
                     if self.steps is steps:
                         self.steps = steps.fresh()  # another rank knows nothing of these groups

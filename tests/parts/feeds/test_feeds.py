@@ -363,10 +363,18 @@ async def test_a_group_for_whose_retry_no_rank_is_left_starts_again(http, engine
         return len(tries) in (2, 3)
 
     engine.finds_no_rank = finds_no_rank
-    await make(http, batch=1, max_staleness=0, on_engine_failure="retry")
+    await make(http, batch=1, max_staleness=0)
     await put(http, 0, 1)
     batch = await take(http)
     assert (ids(batch), batch["failed"], len(tries)) == (["q0"], [], 4)
+
+
+async def test_a_group_fails_with_its_rank_if_its_feed_says_so(http, engine) -> None:
+    engine.losses, engine.lengths = {"q0": 4}, {0: 9, 1: 9}
+    await make(http, batch=1, on_engine_failure="fail")
+    await put(http, 0, 2)
+    batch = await take(http)
+    assert (ids(batch), [each["prompt_id"] for each in batch["failed"]]) == (["q1"], ["q0"])
 
 
 async def test_tokens_of_a_group_that_is_dropped_before_it_starts_again_count_once(app, http, engine) -> None:

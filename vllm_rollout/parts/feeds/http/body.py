@@ -113,6 +113,7 @@ class FeedRequest(RolloutFields):
         """Fields of the rollout of each prompt, as JSON. `is_long`: it belongs to a long batch."""
         names = {"model", "group_size", *RolloutFields.model_fields} - (SPECULATION if is_long else frozenset())
         fields = self.model_dump(mode="json", include=names, exclude_unset=True)
+        fields["on_engine_failure"] = self.on_engine_failure
         if is_long and fields.get("pruning") is not None:
             fields["pruning"]["mode"] = "shadow"
         return fields
@@ -120,7 +121,8 @@ class FeedRequest(RolloutFields):
 
 if OF_SESSIONS is not None:
     FeedRequest.model_fields["sessions"].annotation = OF_SESSIONS.SessionOptions | None
-    FeedRequest.model_rebuild(force=True)
+FeedRequest.model_fields["on_engine_failure"].default = "retry"
+FeedRequest.model_rebuild(force=True)
 
 
 class PutRequest(Body):
