@@ -31,6 +31,8 @@ PHASES = 3
 NUM_PROMPT = 17
 """Tokens of an average prompt."""
 SHARES = [place / 16 for place in range(1, 16)]
+WHOLE = SHARES[1::2]
+"""Shares of whole GPUs."""
 
 
 def pilot(model: str, path: Path) -> list[list[list[int]]]:
@@ -167,11 +169,13 @@ def plan_of(world: World, lengths: Sequence[Sequence[Sequence[int]]]) -> Plan:
     return Plan(Clock(world, speed), PILOT_STEPS * step_s)
 
 
-def clock_of(arm: Arm, plan: Plan, lengths: Sequence[Sequence[Sequence[int]]]) -> Clock:
-    """The arm's clock, with the share of devices that makes most updates."""
+def clock_of(
+    arm: Arm, plan: Plan, lengths: Sequence[Sequence[Sequence[int]]], shares: Sequence[float] = SHARES
+) -> Clock:
+    """The arm's clock, with the one of these shares of devices that makes most updates."""
     if not arm.splits_devices:
         return plan.clock
-    speeds = {share: updates_s(arm, plan.clock.split(share), plan.limit_s, lengths) for share in SHARES}
+    speeds = {share: updates_s(arm, plan.clock.split(share), plan.limit_s, lengths) for share in shares}
     return plan.clock.split(max(speeds, key=lambda share: speeds[share]))
 
 

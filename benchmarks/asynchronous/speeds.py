@@ -3,7 +3,7 @@
     python -m benchmarks.asynchronous.speeds runs/asynchronous
 
 FOLDER gets `speeds.json`, which the report shows. Lengths are the pilot's in all arms, so this leaves out what an arm
-does to lengths and to learning.
+does to lengths and to learning. `whole_gpus_s` is of the best split into whole GPUs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.asynchronous.arms import ARMS
 from benchmarks.asynchronous.clock import WORLDS
-from benchmarks.asynchronous.pilot import clock_of, plan_of, replays
+from benchmarks.asynchronous.pilot import SHARES, WHOLE, clock_of, plan_of, replays
 from benchmarks.common import write_json
 
 
@@ -32,12 +32,14 @@ def main() -> None:
         for name in arguments.arms:
             if name in found.setdefault(world, {}):
                 continue
-            clock = clock_of(ARMS[name], plan, lengths)
-            last = [steps[-1] for steps in replays(ARMS[name], clock, plan.limit_s, lengths)]
-            updates, seconds = (sum(each[key] for each in last) for key in ("step", "seconds"))
-            row = {"rollout_share": clock.rollout_share, "update_s": seconds / updates}
+            row = dict[str, float]()
+            for key, shares in (("whole_gpus_s", WHOLE), ("update_s", SHARES)):
+                clock = clock_of(ARMS[name], plan, lengths, shares)
+                last = [steps[-1] for steps in replays(ARMS[name], clock, plan.limit_s, lengths)]
+                num_updates = sum(each["step"] for each in last)
+                row |= {"rollout_share": clock.rollout_share, key: sum(each["seconds"] for each in last) / num_updates}
             if name == "wait":
-                row["bound_s"] = sum(each["work_s"] + each["training_s"] for each in last) / updates
+                row["bound_s"] = sum(each["work_s"] + each["training_s"] for each in last) / num_updates
             found[world][name] = row
             write_json(path, found)
             print(f"{world}, {name}: {row['update_s']:.1f} s per update", flush=True)

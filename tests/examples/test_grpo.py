@@ -31,6 +31,11 @@ def thoughts(style: str, count: int) -> list[tuple[Any, int, float]]:
     return [(problem, len(words), reward(" ".join(words[:-1]), problem.data)) for problem, words in said]
 
 
+def test_the_reference_trainer_reads_in_an_hour() -> None:
+    sources = [*(Path(__file__).parents[2] / "examples/grpo").glob("*.py")]
+    assert 0 < sum(len(each.read_text().splitlines()) for each in sources) < 900
+
+
 def test_clear_thoughts_are_right_and_rewards_look_at_the_end() -> None:
     for problem in problems("chain", "look", 50):
         words = thought(problem, random.Random(1), CLEAR)

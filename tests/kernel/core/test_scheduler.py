@@ -113,6 +113,14 @@ def test_waiting_candidates_are_stopped_with_one_empty_last_output(new_run):
     assert_nothing_left(run)
 
 
+def test_the_newest_group_is_preempted_first(new_run):
+    run = new_run(num_blocks=30)
+    old, new = (add_group(run, name, [200, 200], group_size=2) for name in ("old", "new"))
+    run.run()
+    assert [run.note(id).num_preemptions for id in old] == [0, 0]
+    assert sum(run.note(id).num_preemptions for id in new) > 0
+
+
 def test_a_candidate_goes_on_after_preemption_where_it_was(new_run):
     run = new_run(num_blocks=30)
     ids = add_group(run, "g", [150, 160, 170, 180], group_size=4)
