@@ -183,6 +183,12 @@ def best_without_race(it: Any) -> str:
     return str(clocked(it, "wait")["to_0.6"]["gain_over_best"]["arm"])
 
 
+def paired_gain(it: Any, name: str) -> str:
+    """Gain to 0.60 over the best asynchronous arm without a race: the median of pairs of one seed."""
+    assert best_without_race(it) == "stale2-drop"
+    return f"{clocked(it, name)['to_0.6']['gain_over_best']['value']:.1f}"
+
+
 def clocked_gain(it: Any, name: str, than: str) -> str:
     """Gain to 0.60 over another arm, seconds of both, and how many runs of how many reached it."""
     rows = [clocked(it, each) for each in (name, than)]
@@ -361,6 +367,10 @@ README: Sequence[Quoted] = (
     Quoted("learning to a success rate of 0.60", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'race').split()[0]} {len(arm(it, 'race')['seeds'])} "
                       f"{sooner(it, 'race', 'long is right').split()[0]}"),
+    Quoted("a race one step off, stopped answers trained on", "asynchronous training that drops old groups",
+           "asynchronous_2",
+           lambda it: f"{paired_gain(it, 'off-race-taught')} 0.60 {len(clocked(it, 'off-race-taught')['seeds'])} "
+                      f"{paired_gain(it, 'race-taught')}"),
     Quoted("rounds with a batched tail", "waiting for all", ("rounds_emulated", "rounds_emulated_earlier"),
            lambda *draws: " ".join(rounds_faster(it, 1.25, 1.25) for it in draws) + f" {len(draws)} "
            + " ".join(rounds_faster(it, 1.0, 1.25) for it in draws)),
