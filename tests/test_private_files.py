@@ -91,9 +91,10 @@ def test_files_of_an_earlier_version_are_narrowed_and_folders_of_users_are_left(
         (folder / name).touch(0o644)
     (folder / "learned.state").write_bytes(b"old")
     (folder / "limits.json").write_bytes(msgspec.json.encode({}))
-    write_all(folder)
+    store = write_all(folder)
     owner.close()
     found = modes(folder)
+    assert f"{RUNS}.owners/{store.owner.name}" in found  # while it is open, SQLite removes no file
     assert found.pop(".") == "0o755"
     assert {name: mode for name, mode in found.items() if mode not in ("0o600", "0o700")} == {}
 
