@@ -57,7 +57,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rate = arguments.learning_rate
-    say_what_runs(arguments.folder, arguments.model, [] if rate == LEARNING_RATE else ["--learning-rate", str(rate)])
+    flags = [] if rate == LEARNING_RATE else ["--learning-rate", str(rate)]
+    say_what_runs(arguments.folder, arguments.model, flags, one_setting=True)
     lengths = pilot(arguments.model, arguments.folder / "pilot.json")
     for world in arguments.worlds:
         train_all(arguments, world, lengths)

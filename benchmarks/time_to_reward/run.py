@@ -38,10 +38,10 @@ def is_done(record: Path, steps: int) -> bool:
     return any(line["kind"] == "evaluation" and line["step"] == steps for line in whole_lines(record))
 
 
-def say_what_runs(folder: Path, model: str, flags: Sequence[str]) -> None:
+def say_what_runs(folder: Path, model: str, flags: Sequence[str], *, one_setting: bool = False) -> None:
     """Write `about.json` of a folder of trainings.
 
-    Raises: SystemExit if the folder has trainings of another policy, or with other flags.
+    Raises: SystemExit if the folder has trainings of another policy, or, with `one_setting`, with other flags.
 
     float32 rounds differently on another kind of CPU, so the same pretraining then makes a policy that learns
     differently.
@@ -49,8 +49,11 @@ def say_what_runs(folder: Path, model: str, flags: Sequence[str]) -> None:
     weights = b"".join(path.read_bytes() for path in sorted(Path(model).glob("*.safetensors")))
     policy, about = hashlib.sha256(weights).hexdigest()[:16], folder / "about.json"
     its = {"policy": policy, "flags": [*flags]}
-    if about.exists() and (other := {name: json.loads(about.read_text()).get(name) for name in its}) != its:
-        raise SystemExit(f"error: {folder} has trainings of {other}, now of {its}. Name another folder.")
+    before = json.loads(about.read_text()) if about.exists() else its
+    for name in ("policy", "flags") if one_setting else ("policy",):
+        if before.get(name) != its[name]:
+            other = f"{folder} has trainings of {name} {before.get(name)}, {model} is {its[name]}"
+            raise SystemExit(f"error: {other}. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(about, {"versions": installed_versions(), "hardware": hardware(), **its})
 

@@ -218,11 +218,10 @@ def test_the_bound_is_faster_than_any_arm_without_a_race(tmp_path):
     assert 1 / bound["step_s"] > max(updates.values())
 
 
-def test_a_share_of_devices_is_the_fastest_one(monkeypatch):
-    arm, plan = ARMS["stale1"], PLAN._replace(limit_s=PLAN.limit_s / 3)
-    monkeypatch.setattr(pilot, "SHARES", [0.1, 0.3, 0.8])
-    speeds = {share: updates_s(arm, plan.clock.split(share), plan.limit_s, LENGTHS) for share in pilot.SHARES}
-    assert clock_of(arm, plan, LENGTHS) == plan.clock.split(max(speeds, key=speeds.get))
+def test_a_share_of_devices_is_the_fastest_one():
+    arm, plan, shares = ARMS["stale1"], PLAN._replace(limit_s=PLAN.limit_s / 3), [0.1, 0.3, 0.8]
+    speeds = {share: updates_s(arm, plan.clock.split(share), plan.limit_s, LENGTHS) for share in shares}
+    assert clock_of(arm, plan, LENGTHS, shares) == plan.clock.split(max(speeds, key=speeds.get))
     assert len(set(speeds.values())) == 3
 
 

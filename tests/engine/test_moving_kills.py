@@ -64,7 +64,6 @@ def test_ranks_that_are_killed_while_groups_move_take_nothing_with_them(server: 
     batches: list[FeedBatch] = []
     with closing(RolloutClient(server.url)) as client, ThreadPoolExecutor(NUM_READERS + 1) as pool:
         feed = client.feed(2, 2, max_staleness=9)
-        feed.put([{"prompt_token_ids": [60, at]} for at in range(60, 80)])
         reading = [pool.submit(reader.read) for reader in readers]
         moving = pool.submit(mover.move)
         dead: set[int] = set()
@@ -74,6 +73,8 @@ def test_ranks_that_are_killed_while_groups_move_take_nothing_with_them(server: 
             before = server.counter("vllm_rollout:moves_total")
             if len(dead) < NUM_RANKS - 1:
                 server.wait_until(lambda before=before: server.counter("vllm_rollout:moves_total") >= before + 3)
+                feed.put([{"prompt_token_ids": [60 + rank, at]} for at in range(60, 70)])
+                server.wait_until(lambda: feed.refresh().num_running >= 5)
                 server.wait_until(lambda rank=rank: carries_groups(server, rank))
             os.kill(ranks[rank].pid, signal.SIGKILL)
             dead.add(rank)

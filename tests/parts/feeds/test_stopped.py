@@ -186,6 +186,24 @@ async def test_groups_wait_while_a_batch_is_complete_and_hold_their_places(app, 
     assert all(each["num_resumed_tokens"] for group in batch["groups"] for each in group["trajectories"])
 
 
+async def test_a_feed_that_stopped_groups_fill_lets_prompts_wait_again(engine, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_BYTES", 1)
+    engine.num_launch_places = 6
+    app = make_app(engine)
+    async with http_of(app) as http:
+        await make(http, on_update="stop", max_staleness=3)
+        await put(http, 0, 12)
+        await have_tokens(engine, 6)
+        await update(app, engine, "step-1")
+        await eventually(lambda: feed_of(app).rule.is_full)
+        seen = await look(http)
+        assert seen["num_running"] <= 6  # three were stopped, and the next three had begun
+        assert seen["num_running"] + seen["num_waiting"] == 12
+        batches = [await take(http, drain=True) for _ in range(4)]
+    assert sorted(each for batch in batches for each in ids(batch)) == sorted(f"q{i}" for i in range(12))
+    assert "no more groups start before batches are taken" in batches[0]["warnings"][0]
+
+
 async def test_a_stopped_group_that_a_batch_waits_for_goes_on(app, http, engine) -> None:
     await make(http, on_update="stop", batch=1, max_staleness=2)
     await put(http, 0, 1)

@@ -398,6 +398,7 @@ class LiveFeed:
             self.groups[number] = group
             self.stopped.add(number)
             self.rule.stopped(number, len(group.before.packed))
+            self._put_back()
         else:
             self.rule.gave_up(number)
             del self.groups[number]
