@@ -512,8 +512,6 @@ RESULTS: Sequence[Quoted] = (
            lambda it: f"{sooner(it, 'race', 'length says nothing')} "
                       f"{reached(it, 'race', 'plain', style='length says nothing')}"),
     Quoted("race, each at its best learning rate", PLAIN, "time_to_reward_rates", at_best_rates),
-    Quoted("feed, race, stopped answers trained on", PLAIN, "asynchronous_2",
-           lambda it: clocked_gain(it, "stale1-race16-taught", "wait")),
     Quoted("feed, race, stopped answers trained on", "asynchronous training without a race", "asynchronous_2",
            lambda it: clocked_gain(it, "stale1-race16-taught", best_without_race(it))),
     # Counted.
