@@ -29,7 +29,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "engine/test_judge.py": ("rewards",),
     "engine/test_learning.py": ("pruning",),
     "engine/test_moving.py": ("moving", "pruning"),
-    "engine/test_moving_kills.py": ("emulation", "moving"),
+    "engine/test_moving_kills.py": ("emulation", "feeds", "moving"),
     "engine/test_neighbours.py": ("drafts", "pruning", "rounds", "weights"),
     "engine/test_other_models.py": ("in_process", "pruning", "rewards"),
     "engine/test_page.py": ("emulation", "moving", "page", "pruning", "rounds", "sessions"),
