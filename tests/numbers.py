@@ -185,7 +185,7 @@ def best_without_race(it: Any) -> str:
 
 def paired_gain(it: Any, name: str) -> str:
     """Gain to 0.60 over the best asynchronous arm without a race: the median of pairs of one seed."""
-    assert best_without_race(it) == "stale2-drop"
+    assert best_without_race(it) == "stale4-drop"
     return f"{clocked(it, name)['to_0.6']['gain_over_best']['value']:.1f}"
 
 
@@ -368,7 +368,7 @@ README: Sequence[Quoted] = (
            lambda it: f"{sooner(it, 'race').split()[0]} {len(arm(it, 'race')['seeds'])} "
                       f"{sooner(it, 'race', 'long is right').split()[0]}"),
     Quoted("a race one step off, stopped answers trained on", "asynchronous training that drops old groups",
-           "asynchronous_2",
+           "asynchronous",
            lambda it: f"{paired_gain(it, 'off-race-taught')} 0.60 {len(clocked(it, 'off-race-taught')['seeds'])} "
                       f"{paired_gain(it, 'race-taught')}"),
     Quoted("rounds with a batched tail", "waiting for all", ("rounds_emulated", "rounds_emulated_earlier"),
@@ -512,7 +512,7 @@ RESULTS: Sequence[Quoted] = (
            lambda it: f"{sooner(it, 'race', 'length says nothing')} "
                       f"{reached(it, 'race', 'plain', style='length says nothing')}"),
     Quoted("race, each at its best learning rate", PLAIN, "time_to_reward_rates", at_best_rates),
-    Quoted("feed, race, stopped answers trained on", "asynchronous training without a race", "asynchronous_2",
+    Quoted("feed, race, stopped answers trained on", "asynchronous training without a race", "asynchronous_3",
            lambda it: clocked_gain(it, "stale1-race16-taught", best_without_race(it))),
     # Counted.
     Quoted("5 % of requests audited", "no audits", "audits",
