@@ -221,6 +221,14 @@ def test_several_api_processes_count_an_event_of_the_engine_once(tmp_path: Path)
             process.communicate()
 
 
+def test_a_file_that_another_process_has_just_made_counts_nothing(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "counter_1.db").touch()  # prometheus_client gives it a size in its next call
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    counter = Counter("errors", "", registry=CollectorRegistry())
+    EngineTotals().read([Reading(counter, {}, 3.0)])
+    assert counter._value.get() == 3
+
+
 def test_a_new_engine_counts_on() -> None:
     registry = CollectorRegistry()
     counter, totals = Counter("errors", "", ["rank"], registry=registry), EngineTotals()

@@ -67,7 +67,7 @@ def _counted_by_all() -> dict[Series, float]:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return {}
-    files = [str(file) for file in Path(folder).glob("counter_*.db")]
+    files = [str(file) for file in Path(folder).glob("counter_*.db") if file.stat().st_size]  # empty: just made
     metrics = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
