@@ -194,6 +194,26 @@ def test_groups_that_a_pause_aborts_start_again(changing: Server, folders: list[
             assert spans == {"step-1"}
 
 
+@pytest.mark.skipif(not parts.has("feeds"), reason="this server has no feeds")
+@pytest.mark.parametrize("on_update", ["keep", "recompute"])
+def test_kv_of_a_feeds_groups_is_computed_again_where_the_feed_says_so(
+    changing: Server, folders: list[str], on_update: str
+) -> None:
+    give(changing, folders[0], "first")
+    sampling = {"max_tokens": 900, "ignore_eos": True, "seed": 5}
+    fields: dict[str, Any] = {"on_update": on_update, "include": ["logprobs"], "sampling_params": sampling}
+    with RolloutClient(str(changing.http.base_url)) as client, client.feed(2, 1, max_staleness=1, **fields) as feed:
+        feed.put([{"prompt_token_ids": PROMPTS[1]}])
+        changing.wait_until(lambda: changing.num_in_engine >= 2)
+        client.give_weights(folders[1], "second", kv="keep")
+        (group,) = feed.batch().groups
+    for each in group.trajectories:
+        _, new = each.weight_versions
+        trajectory = {"token_ids": each.token_ids, "logprobs": each.logprobs}
+        worst_new = worst(folders[1], PROMPTS[1], trajectory, begin=new["start"])
+        assert (worst_new < TOLERANCE) == (on_update == "recompute"), worst_new
+
+
 def update_under(server: Server, folders: list[str], num_tokens: int) -> None:
     """Log probabilities after the update are those of the new weights alone, as if the tokens before were a prompt."""
     give(server, folders[0], "old")
