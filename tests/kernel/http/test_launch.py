@@ -21,6 +21,7 @@ from vllm_rollout.kernel.http.launch import Launcher
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.kernel.rules.launch import Asker
 
 ENDLESS = {"min_tokens": 4000}
 
@@ -132,7 +133,7 @@ async def test_a_group_that_starts_again_keeps_the_places_that_came_meanwhile_fo
 @pytest.mark.parametrize("name", ["take_more", "take_again"])
 async def test_what_a_group_takes_later_it_takes_by_the_priority_of_its_rollout(name):
     launcher = Launcher(8)
-    first = await launcher.take(4, -1)
+    first = await launcher.take(4, Asker(-1))
     second = await launcher.take(4)
     third = asyncio.create_task(launcher.take(8))
     await asyncio.sleep(0)

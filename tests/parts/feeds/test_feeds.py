@@ -503,43 +503,41 @@ async def test_a_feed_that_fills_lets_other_requests_have_turns(app, http, engin
     assert max(begun.values()) <= 2 * MAX_STARTS
 
 
-async def test_older_groups_have_a_lower_priority_number(app, http, engine) -> None:
-    seen = []
-    prepare = app.state.rollout_service.prepare
+async def test_a_feed_takes_turns_with_other_rollouts_after_any_number_of_updates() -> None:
+    """Feeds that were ordered by their updates waited for ever behind rollouts that never end."""
+    engine = FakeEngine(weight_version="step-0", num_launch_places=8, step_s=0.002)
+    body = {"prompts": prompts(100, 4), "group_size": 4, "sampling_params": TERMS["sampling_params"]}
+    app = make_app(engine)
+    async with http_of(app) as http:
 
-    async def noted(request):
-        seen.append((request.prompts[0].id, request.priority))
-        return await prepare(request)
+        async def never_ends() -> None:
+            while True:
+                (await http.post("/v1/rollouts", json=body)).raise_for_status()
 
-    app.state.rollout_service.prepare = noted
-    await make(http, batch=1)
-    await put(http, 0, 3)
-    await take(http)
-    await update(app, engine, "1")
-    await take(http)
-    await take(http, drain=True)
-    assert seen[1:] == [("q0", 0), ("q1", 0), ("q2", 1)]
+        others = [asyncio.create_task(never_ends()) for _ in range(4)]
+        await make(http, max_staleness=0)
+        for step in range(3):
+            await eventually(lambda: engine.num_running == 8)
+            await put(http, 3 * step, 3)
+            assert len((await take(http))["groups"]) == 3
+            await update(app, engine, f"step-{step + 1}")
+        assert not any(other.done() for other in others)
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
-async def test_groups_of_an_older_feed_do_not_start_behind_those_of_a_new_one(app, http, engine) -> None:
-    seen = {}
-    prepare = app.state.rollout_service.prepare
-
-    async def noted(request):
-        seen[request.prompts[0].id] = request.priority
-        return await prepare(request)
-
-    app.state.rollout_service.prepare = noted
-    await make(http, batch=1, max_staleness=0)
-    for step in range(3):
-        await put(http, step, 1)
-        await take(http)
-        await update(app, engine, str(step))
-    await make(http, id="b", batch=1)
-    await http.post("/v1/feeds/b/prompts", json={"prompts": [{"id": "new", "prompt": "p"}]})
-    await put(http, 3, 1)
-    await take(http)
-    assert (seen["q0"], seen["new"], seen["q3"]) == (0, 3, 3)
+async def test_other_rollouts_take_turns_with_a_feed_of_many_groups() -> None:
+    engine = FakeEngine(num_launch_places=8, step_s=0.002)
+    app = make_app(engine)
+    async with http_of(app) as http:
+        await make(http, batch=100)
+        await put(http, 0, 100)
+        await eventually(lambda: engine.num_running == 8)
+        body = {"prompts": prompts(300, 4), "group_size": 2, "sampling_params": TERMS["sampling_params"]}
+        (await http.post("/v1/rollouts", json=body)).raise_for_status()
+        assert (await look(http))["num_complete"] < 30
+        assert len((await take(http))["groups"]) == 100
 
 
 async def test_new_weights_of_one_adapter_are_no_update_for_feeds_of_another(app, http, engine) -> None:

@@ -108,6 +108,22 @@ async def test_updates_in_a_row_leave_a_span_each(app, http, engine) -> None:
         assert trajectory["num_tokens"] == len(trajectory["logprobs"]) == 60
 
 
+async def test_a_group_that_goes_on_starts_before_younger_ones(app, http, engine) -> None:
+    prepare, seen = app.state.rollout_service.prepare, []
+
+    async def noted(request: Any) -> Any:
+        seen.append((request.prompts[0].id, request.priority))
+        return await prepare(request)
+
+    app.state.rollout_service.prepare = noted
+    await make(http, on_update="stop", max_staleness=8, batch=1)
+    for step in range(1, 3):
+        await put(http, step, 1)
+        await have_tokens(engine, 2 * step)
+        await stop_and_go_on(app, engine, f"step-{step}")
+    assert seen[1:] == [("q1", 0), ("q1", -1), ("q2", 0), ("q1", -2), ("q2", -1)]
+
+
 async def test_a_race_goes_on(app, http, engine) -> None:
     engine.lengths = {0: 8, 1: 60, 2: 20, 3: 60}
     await make(http, on_update="stop", redundancy=2, batch=1)

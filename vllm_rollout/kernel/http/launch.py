@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Awaitable
 
 from vllm_rollout.kernel.http.slices import unless
-from vllm_rollout.kernel.rules.launch import LaunchWindow, Turn
+from vllm_rollout.kernel.rules.launch import ALONE, Asker, LaunchWindow, Turn
 
 
 class Places:
     """Places held by the candidates of one group."""
 
-    def __init__(self, launcher: Launcher, num_candidates: int, priority: int) -> None:
+    def __init__(self, launcher: Launcher, num_candidates: int, asker: Asker) -> None:
         self._launcher = launcher
-        self._priority = priority
+        self._asker = asker
         self.num_held = num_candidates
 
     def release(self, num_candidates: int) -> None:
@@ -29,7 +29,7 @@ class Places:
 
     async def take_more(self, num_candidates: int) -> None:
         """Wait until `num_candidates` more candidates may start."""
-        places = await self._launcher.take(num_candidates, self._priority)
+        places = await self._launcher.take(num_candidates, self._asker)
         self.num_held, places.num_held = self.num_held + places.num_held, 0
 
     async def take_again(self, num_candidates: int) -> None:
@@ -45,9 +45,9 @@ class Launcher:
         self.window = LaunchWindow(num_places)
         self._started: dict[Turn, asyncio.Future[None]] = {}
 
-    async def take(self, num_candidates: int, priority: int = 0) -> Places:
+    async def take(self, num_candidates: int, asker: Asker = ALONE) -> Places:
         """Wait until a group of `num_candidates` may start. A caller that is cancelled meanwhile leaves the queue."""
-        turn = self.window.ask(num_candidates, priority)
+        turn = self.window.ask(num_candidates, asker)
         started = self._started[turn] = asyncio.get_running_loop().create_future()
         self._admit()
         try:
@@ -57,15 +57,15 @@ class Launcher:
             self._started.pop(turn, None)
             self._admit()
             raise
-        return Places(self, num_candidates, priority)
+        return Places(self, num_candidates, asker)
 
     async def take_unless(
-        self, stopped: Awaitable[object] | None, num_candidates: int, priority: int = 0
+        self, stopped: Awaitable[object] | None, num_candidates: int, asker: Asker = ALONE
     ) -> Places | None:
         """Take places as `take` does. If `stopped` is done first, leave the queue and return None."""
         if stopped is None:
-            return await self.take(num_candidates, priority)
-        taking = asyncio.ensure_future(self.take(num_candidates, priority))
+            return await self.take(num_candidates, asker)
+        taking = asyncio.ensure_future(self.take(num_candidates, asker))
         try:
             return await unless(taking, stopped)
         except asyncio.CancelledError:

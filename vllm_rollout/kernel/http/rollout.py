@@ -157,6 +157,8 @@ class Rollout:
     """Action for groups that the engine loses."""
     priority: int = 0
     """A lower number gets places earlier."""
+    source: object = None
+    """The object of a part that runs many rollouts at once, and takes turns with others. None: no part does."""
     budget: RedundancyBudget | None = None
     """None without redundancy "auto"."""
     warnings: list[str] = field(default_factory=list)

@@ -35,6 +35,7 @@ from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.part_terms import why_unread
 from vllm_rollout.kernel.parts import faces, faces_left_out
 from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
+from vllm_rollout.kernel.rules.launch import Asker
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan, make_plan, upper_bound
 from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.kernel.rules.request_names import rollout_id
@@ -298,9 +299,10 @@ class RolloutService:
     async def _places(self, rollout: Rollout, position: int) -> Places | None:
         """Wait until the group of this prompt may start. None if its course no longer wants it."""
         num_candidates, stopped = rollout.plans[position].group.num_candidates, rollout.course.stopped()
-        places = await self._launcher.take_unless(stopped, num_candidates, rollout.priority)
+        asker = Asker(rollout.priority, rollout.source)
+        places = await self._launcher.take_unless(stopped, num_candidates, asker)
         if rollout.course.starts(position):
-            return places or await self._launcher.take(num_candidates, rollout.priority)
+            return places or await self._launcher.take(num_candidates, asker)
         if places is not None:
             places.release_all()
         return None

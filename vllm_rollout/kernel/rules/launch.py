@@ -2,14 +2,16 @@
 
 A prompt that waits here costs nothing in the engine.
 
-Invariant: groups of one priority start in the order of their requests, and groups with a lower priority number start
-first. Admitted candidates never exceed the places, unless a single group is larger than all places.
+Invariant: groups with a lower priority number start first, and those of one priority and one asker in the order of
+their requests. Askers take turns. Admitted candidates never exceed the places, unless a single group is larger than
+all places.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def num_launch_places(max_num_seqs: int, num_ranks: int, num_api_processes: int) -> int:
@@ -22,18 +24,31 @@ def num_launch_places(max_num_seqs: int, num_ranks: int, num_api_processes: int)
     return num_running + -(-num_running // num_api_processes)
 
 
+class Asker(NamedTuple):
+    """Asks for places of a group."""
+
+    priority: int = 0
+    """Lower numbers start first, as in vLLM."""
+    source: object = None
+    """Asks for many groups at once, and takes turns with others. None: asks for one group at a time."""
+
+
+ALONE = Asker()
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """A group's request for places."""
 
     num_candidates: int
-    priority: int = 0
-    """Lower numbers start first, as in vLLM."""
+    asker: Asker
+    round: int
+    """Turns of one priority start by their rounds. A source has one turn in each."""
     admitted: bool = False
 
 
 class LaunchWindow:
-    """Places for candidates. A rollout that asks for one group at a time takes turns with other rollouts."""
+    """Places for candidates."""
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
@@ -45,9 +60,11 @@ class LaunchWindow:
         """Number of groups that wait for admission."""
         return len(self._waiting)
 
-    def ask(self, num_candidates: int, priority: int = 0) -> Turn:
-        turn = Turn(num_candidates, priority)
-        insort(self._waiting, turn, key=lambda other: other.priority)
+    def ask(self, num_candidates: int, asker: Asker = ALONE) -> Turn:
+        before = [turn for turn in self._waiting if turn.asker.priority == asker.priority]
+        num_own = 0 if asker.source is None else sum(turn.asker.source is asker.source for turn in before)
+        turn = Turn(num_candidates, asker, before[0].round + 1 + num_own if before else 0)
+        insort(self._waiting, turn, key=lambda other: (other.asker.priority, other.round))
         return turn
 
     def withdraw(self, turn: Turn) -> None:

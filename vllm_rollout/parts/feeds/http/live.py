@@ -82,8 +82,6 @@ class LiveFeed:
         self.num_batches = self.generated_tokens = self.wasted_tokens = 0
         self.runner = make_runner(self)
         self._engine, self._metrics, self._check, self._look = engine, metrics, check, look
-        self.priority = 0
-        """Updates of all models before the current weights. Groups of a lower number start earlier, in all feeds."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._context = copy_context()
         """Groups start in the context of the feed's client, whoever makes room for them."""
@@ -274,7 +272,6 @@ class LiveFeed:
             number = self.rule.admit(is_long=is_long)
             born = self.rule.running[number], self.versions.name
             group = AdmittedGroup(prompt, turn, self.request.group_size, *born, is_long=is_long)
-            group.priority = self.priority
             self.groups[number] = group
             self._start(number)
         self._notify()
@@ -289,6 +286,7 @@ class LiveFeed:
     def _start(self, number: int) -> None:
         group = self.groups[number]
         group.version, group.began_with = self.rule.version, self.versions.name
+        group.priority = group.born - group.version
         task = self._context.run(spawn, self._run(number, group), "a group of a feed")
         task.add_done_callback(partial(self._forget, number))
         self._tasks[number] = task

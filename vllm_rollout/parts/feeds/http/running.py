@@ -69,7 +69,7 @@ class AdmittedGroup:
     num_tokens: int = 0
     """New tokens of candidates that have ended."""
     priority: int = 0
-    """A group of a lower number starts earlier, in all feeds of the server."""
+    """0 for a group that begins, as other rollouts have. Less if it goes on, by the updates since its birth."""
     is_long: bool = False
     """True for a group of a long batch, which has no spare candidates."""
     version: int = 0
@@ -115,7 +115,7 @@ class AdmittedGroup:
     def again(self) -> AdmittedGroup:
         """The group in which it goes on."""
         names = self.prompt, self.turn, self.group_size, self.born, self.born_version
-        return AdmittedGroup(*names, priority=self.priority, is_long=self.is_long, before=self.kept or self.before)
+        return AdmittedGroup(*names, is_long=self.is_long, before=self.kept or self.before)
 
 
 class GroupRunner(Protocol):
@@ -157,6 +157,7 @@ class RolloutRunner:
             group.can_go_on = rollout.prompts[0].resume_refusal is None
             rollout.began_with = group.began_with
             rollout.parts = [*rollout.parts, going_on(self._rollouts.engine, rollout, group)]
+        rollout.source = self
         rollout.labels = {"feed": self._feed_id, "group": number}
         group.rollout_id = rollout.id
         groups, ungraded = GroupsInJson(), None

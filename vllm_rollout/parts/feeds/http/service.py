@@ -84,8 +84,6 @@ class FeedService:
         self._metrics = metrics.of(FeedMetrics)
         self._feeds: dict[str, Batches] = {}
         """Feeds by their clients' names for them."""
-        self._num_updates = 0
-        """Weights updates of all models that feeds have."""
         self._naming = asyncio.Lock()
         """Held while a name is given or becomes free."""
         self._store = store
@@ -220,12 +218,7 @@ class FeedService:
     async def _look(self, model: str) -> None:
         """Tell a model's feeds the name of its weights. Raises: RequestError."""
         version = await self._engine.current_weight_version(model)
-        feeds = [feed for feed in self.live if feed.model == model]
-        updated = [feed for feed in feeds if feed.versions.differs(version)]
-        self._num_updates += bool(updated)
-        for feed in updated:
-            feed.priority = self._num_updates
-        for feed in feeds:
+        for feed in [feed for feed in self.live if feed.model == model]:
             feed.weights_named(version)
 
     def _find(self, id: str) -> Batches:
@@ -264,9 +257,7 @@ class FeedService:
     def _feed(self, name: str, request: FeedRequest, model: str, version: str | None) -> LiveFeed:
         kept = Kept(self._store, name)
         asks = self._runner, self._check, self._look
-        feed = LiveFeed(id_of(name), request, model, self._engine, *asks, self._metrics, version, kept)
-        feed.priority = self._num_updates
-        return feed
+        return LiveFeed(id_of(name), request, model, self._engine, *asks, self._metrics, version, kept)
 
     def _runner(self, feed: LiveFeed) -> GroupRunner:
         if feed.request.sessions is None:
