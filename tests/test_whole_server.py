@@ -25,7 +25,7 @@ ENDPOINTS = {
     ("/v1/weights/adapter_version", "post"),
     ("/v1/groups", "post"), ("/v1/groups/{group_id}", "get"), ("/v1/groups/{group_id}", "delete"),
     ("/v1/sessions/events", "get"), ("/v1/sessions/{session_id}", "get"), ("/v1/sessions/{session_id}/finish", "post"),
-    ("/v1/feeds", "post"), ("/v1/feeds/{feed_id}", "get"), ("/v1/feeds/{feed_id}", "delete"),
+    ("/v1/feeds", "get"), ("/v1/feeds", "post"), ("/v1/feeds/{feed_id}", "get"), ("/v1/feeds/{feed_id}", "delete"),
     ("/v1/feeds/{feed_id}/prompts", "post"), ("/v1/feeds/{feed_id}/batches", "post"),
     ("/v1/feeds/{feed_id}/events", "get"),
     ("/v1/rollouts/watch", "get"), ("/v1/rollouts/watch/{rollout_id}/{position}", "get"),

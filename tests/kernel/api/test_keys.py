@@ -28,7 +28,7 @@ OPEN_TO_THE_API_KEY = {
     *(("GET", f"/v1/rollouts/watch{texts}") for texts in ("", "/{rollout_id}/{position}")),
     *((method, "/v1/runs") for method in ("GET", "POST")),
     *((method, "/v1/runs/{run_id}") for method in ("GET", "DELETE")),
-    ("POST", "/v1/feeds"),
+    *((method, "/v1/feeds") for method in ("GET", "POST")),
     *((method, "/v1/feeds/{feed_id}") for method in ("GET", "DELETE")),
     *(("POST", f"/v1/feeds/{{feed_id}}/{name}") for name in ("prompts", "batches")),
     ("GET", "/v1/feeds/{feed_id}/events"),

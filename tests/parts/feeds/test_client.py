@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from tests.parts.feeds.test_feeds import TERMS
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S
+from vllm_rollout.parts.feeds.client import feed as feed_module
+from vllm_rollout.parts.feeds.client.feed import AsyncFeed
 from vllm_rollout.parts.feeds.rules.bias import BiasMeter
 
 FEED = {name: TERMS[name] for name in ("group_size", "batch", "max_staleness")}
@@ -70,6 +73,39 @@ def test_a_loop_warns_at_its_end_of_prompts_that_did_not_come_back(client: Rollo
         feed.put([{"id": "bad", "prompt_token_ids": [5000]}])
         with pytest.warns(UserWarning, match="has ended.*1 failed, 0 filtered, 0 dropped.*out of vocabulary"):
             assert next(batches, None) is None
+
+
+def test_feeds_are_listed_and_one_whose_trainer_has_gone_is_deleted(client: RolloutClient) -> None:
+    kept, _ = client.feed(**FEED, id="kept"), client.feed(**FEED)
+    kept.put(["a"])
+    (left,) = (feed.id for feed in client.feeds() if feed.id != "kept")
+    client.delete_feed(left)
+    assert [(feed.id, feed.totals.num_put) for feed in client.feeds()] == [("kept", 1)]
+    kept.delete()
+
+
+@pytest.mark.parametrize(("seconds", "num_requests"), [(100.0, 5), (0.1, 3)])
+async def test_the_wait_for_a_lost_server_begins_at_its_loss(monkeypatch, seconds: float, num_requests: int) -> None:
+    """A proxy that cuts connections after a while is no lost server. One that cuts them at once is."""
+    clock = [0.0]
+    monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(feed_module, "POLL_INTERVAL_S", 50.0)
+    sent: list[Any] = []
+
+    async def send(call: Any) -> Any:
+        sent.append(call)
+        clock[0] += seconds
+        if len(sent) < 5:
+            raise RolloutError(None, "cut", "ReadError")
+        return SimpleNamespace(groups=[1])
+
+    async def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    feed = AsyncFeed(SimpleNamespace(send=send, _sleep=sleep), SimpleNamespace(id="a", num_batches=0))
+    with nullcontext() if num_requests == 5 else pytest.raises(RolloutError, match="cut"):
+        await feed.batch(key="k")
+    assert len(sent) == num_requests
 
 
 def test_a_batch_is_asked_for_again_by_its_key(client: RolloutClient) -> None:

@@ -342,6 +342,20 @@ async def test_too_many_waiting_prompts_are_refused(http, monkeypatch) -> None:
     assert (await look(http))["num_waiting"] == 0
 
 
+async def test_prompts_that_are_being_written_count_as_waiting(app, http, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_WAITING_BYTES", 100)
+    written = asyncio.Event()
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.kept.Kept.put", lambda *its: written.wait())
+    await make(http, batch=1, max_staleness=0)
+    await make(http, id="b", batch=1)
+    first = asyncio.create_task(put(http, 0, 2))
+    await eventually(lambda: app.state.feed_service._coming_bytes > 50)
+    assert (await http.post("/v1/feeds/b/prompts", json={"prompts": prompts(2, 2)})).status_code == 507
+    written.set()
+    assert (await first)["num_waiting"] == 1
+    assert app.state.feed_service._coming_bytes == 0
+
+
 async def test_a_group_that_the_engine_cannot_take_starts_again(http, engine, monkeypatch) -> None:
     monkeypatch.setattr("vllm_rollout.parts.feeds.http.live.AGAIN_S", 0.01)
     await make(http, batch=1)

@@ -66,6 +66,7 @@ TO_ALL = {
     "PUT": {"/v1/quality_head"},
 }
 TO_ANY = {"/v1/models", "/v1/votes"}
+LISTS = {"/v1/runs", "/v1/feeds"}
 
 
 class FleetEngine(EngineAnswer):
@@ -256,11 +257,11 @@ class Fleet(Sender):
             answer = await self._all_engines()
         elif path == "/v1/rewards":
             answer = await self._post_named_rewards(call)
-        elif path == "/v1/runs":
+        elif path in LISTS and call.method == "GET":
             await self._look()
-            runs: Call[Any] = call
-            found = await asyncio.gather(*(self._ask(number, runs) for number in self._alive))
-            answer = [run for its in found for run in its or ()]
+            lists: Call[Any] = call
+            found = await asyncio.gather(*(self._ask(number, lists) for number in self._alive))
+            answer = [each for its in found for each in its or ()]
         elif (rewards := REWARDS.fullmatch(path)) is not None:
             answer = await self._post_rewards(unquote(rewards[1]), call)
         elif (engine := OF_ENGINE.fullmatch(path)) is not None:

@@ -24,6 +24,10 @@ FORGOTTEN = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GONE)
 """Statuses after which no batch comes by a key."""
 LOST = frozenset(error.__name__ for error in CONNECTION_LOST)
 """Types of errors of a lost connection."""
+CUT = LOST - {"ConnectError", "ConnectTimeout"}
+"""Types of errors of a connection that there was."""
+IDLE_S = 20.0
+"""Seconds after which a proxy may cut a connection without traffic. The client's own attempts take less."""
 RECONNECT_S = 120.0
 """Seconds for which a request for a batch is repeated while the server is missing. A small server starts in them."""
 
@@ -97,10 +101,13 @@ class AsyncFeed(FeedMethods):
         call = feed_calls.batch(self.id, key, drain=drain, timeout_s=timeout_s)
         until = None
         while True:
+            began = time.monotonic()
             try:
                 batch = await self._client.send(call)
             except RolloutError as error:
                 wait_s = error.retry_after_s or POLL_INTERVAL_S
+                if error.type in CUT and time.monotonic() > began + IDLE_S:
+                    until = None  # a server was there
                 until = until or time.monotonic() + reconnect_s
                 if not _may_pass(error) or time.monotonic() + wait_s > until:
                     raise

@@ -18,7 +18,7 @@ from vllm_rollout.kernel.client.body import (
     takes_options,
 )
 from vllm_rollout.kernel.client.calls import Call, typed
-from vllm_rollout.parts.feeds.http.answers import FeedAnswer, FeedBatch
+from vllm_rollout.parts.feeds.http.answers import FeedAnswer, FeedBatch, FeedsAnswer
 from vllm_rollout.parts.feeds.http.body import DEFAULT_TIMEOUT_S, FeedRequest
 
 MARGIN_S = 60.0
@@ -53,6 +53,11 @@ def create_feed(group_size: int, batch: int, id: str | None = None, **options: U
 def feed(id: str) -> Call[FeedAnswer]:
     """The feed as it is now. Raises: RolloutError (404)."""
     return Call("GET", f"/v1/feeds/{id}", typed(FeedAnswer))
+
+
+def feeds() -> Call[list[FeedAnswer]]:
+    """All feeds of the server, as they are now."""
+    return Call("GET", "/v1/feeds", lambda response: typed(FeedsAnswer)(response).data)
 
 
 def delete_feed(id: str) -> Call[None]:

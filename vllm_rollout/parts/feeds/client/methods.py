@@ -7,8 +7,8 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from vllm_rollout.kernel.client.blocking import Blocked
-from vllm_rollout.kernel.client.methods import ClientPart
+from vllm_rollout.kernel.client.blocking import Blocked, blocking
+from vllm_rollout.kernel.client.methods import ClientPart, awaited
 from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.parts.feeds.client import feed_calls
 from vllm_rollout.parts.feeds.client.feed import AsyncFeed, Feed
@@ -38,6 +38,9 @@ class FeedToCreate:
 class AsyncFeedCalls(Sender):
     """Methods of the async client."""
 
+    feeds = awaited(feed_calls.feeds)
+    delete_feed = awaited(feed_calls.delete_feed)
+
     def feed(self, group_size: int, batch: int, id: str | None = None, **options: Unpack[FeedOptions]) -> FeedToCreate:
         id = id or feed_calls.new_key("feed")  # made here, so that a repeated request makes no second feed
         return FeedToCreate(self, feed_calls.create_feed(group_size, batch, id, **options))
@@ -47,6 +50,9 @@ class AsyncFeedCalls(Sender):
 
 class FeedCalls(Blocked):
     """Methods of the sync client."""
+
+    feeds = blocking(AsyncFeedCalls.feeds)
+    delete_feed = blocking(AsyncFeedCalls.delete_feed)
 
     def feed(self, group_size: int, batch: int, id: str | None = None, **options: Unpack[FeedOptions]) -> Feed:
         created = self._awaited.feed(group_size, batch, id, **options)._created()

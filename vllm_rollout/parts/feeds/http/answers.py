@@ -172,3 +172,8 @@ class FeedAnswer(BaseModel):
     it refuses none. A request for a batch tries again."""
     totals: FeedTotals
     meter: FeedMeter
+
+
+class FeedsAnswer(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[FeedAnswer]

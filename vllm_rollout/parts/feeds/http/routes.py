@@ -15,7 +15,7 @@ from vllm_rollout.kernel.http.serialised import (
     json_response,
     unless_disconnected,
 )
-from vllm_rollout.parts.feeds.http.answers import FeedAnswer, FeedBatch
+from vllm_rollout.parts.feeds.http.answers import FeedAnswer, FeedBatch, FeedsAnswer
 from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
 from vllm_rollout.parts.feeds.http.service import FeedService
 
@@ -50,6 +50,11 @@ async def create_feed(body: FeedRequest, request: Request) -> Response:
     """
     answer, is_new = await _feeds(request).create(body)
     return json_response(answer, HTTPStatus.CREATED if is_new else HTTPStatus.OK)
+
+
+@router.get("/v1/feeds", summary="All feeds", response_model=FeedsAnswer, responses=ERRORS)
+async def list_feeds(request: Request) -> Response:
+    return json_response(await _feeds(request).read_all())
 
 
 @router.get("/v1/feeds/{feed_id}", summary="A feed as it is now", response_model=FeedAnswer, responses=ERRORS)

@@ -6,8 +6,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.types import NOT_FINITE
-from vllm_rollout.parts.feeds.http.answers import FeedAnswer
+from vllm_rollout.parts.feeds.http.answers import FeedAnswer, FeedsAnswer
 from vllm_rollout.parts.feeds.http.batches import Batches, feed_answer
 from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
 from vllm_rollout.parts.feeds.http.kept import Kept
@@ -47,7 +47,8 @@ WAITS = {
     "older_groups": "it would leave running groups behind that are too old for the next batch.",
     "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Since the last batch {dropped} "
     "prompts were dropped, {filtered} filtered, and {failed} failed. Put more, or set drain.",
-    "weights": "no group may start before weights with a new name come. The current ones are {name!r}.",
+    "weights": "its places are taken until the weights are updated. They have {now}. Give weights with a new name: "
+    "client.give_weights(folder, NAME), or POST /update_weight_version.",
     "old_weights": "the server has started anew. Give the newest weights again, under their old name {name!r} to "
     "continue.",
     "good_weights": "no group may start before weights with a new name come. Under {name!r}, prompt {bad!r} failed: "
@@ -84,6 +85,8 @@ class FeedService:
         self._metrics = metrics.of(FeedMetrics)
         self._feeds: dict[str, Batches] = {}
         """Feeds by their clients' names for them."""
+        self._coming_bytes = 0
+        """Bytes of prompts that are being written."""
         self._naming = asyncio.Lock()
         """Held while a name is given or becomes free."""
         self._store = store
@@ -125,6 +128,11 @@ class FeedService:
         await self._look(found.feed.model)
         return feed_answer(found.feed)
 
+    async def read_all(self) -> FeedsAnswer:
+        """The client's feeds as they are now. Raises: RequestError."""
+        ids = [id_of(name) for name in self._feeds if name == _name(id_of(name))]
+        return FeedsAnswer(data=[await self.read(id) for id in ids])
+
     async def delete(self, id: str) -> None:
         """Delete a feed, and stop its groups. Raises: RequestError, 404, 507 if the feed is as it was."""
         await to_its_end(self._delete(id), "the deletion of a feed", refusals=(RequestError,))
@@ -145,8 +153,8 @@ class FeedService:
                 _check_repeat(key, digest, found.puts[key])
             else:
                 prompts = found.feed.checked(request.prompts)
-                self._check_room(prompts)
-                await found.feed.kept.put(key, digest, ((each.turn, as_json(each.prompt)) for each in prompts))
+                with self._room(prompts):
+                    await found.feed.kept.put(key, digest, ((each.turn, as_json(each.prompt)) for each in prompts))
                 self._check_there(id, found)
                 found.feed.put(prompts)
                 if key is not None:
@@ -279,8 +287,10 @@ class FeedService:
                 "out, start with it. Else move the file away."
             ) from error
 
-    def _check_room(self, prompts: Iterable[WaitingPrompt]) -> None:
-        waiting = sum(found.feed.queue.num_bytes for found in self._feeds.values())
+    @contextmanager
+    def _room(self, prompts: Iterable[WaitingPrompt]) -> Iterator[None]:
+        """Room for prompts until they are in their feed. Raises: RequestError (507)."""
+        waiting = sum(found.feed.queue.num_bytes for found in self._feeds.values()) + self._coming_bytes
         num = sum(prompt.num_bytes for prompt in prompts)
         if waiting + num > MAX_WAITING_BYTES:
             raise RequestError(
@@ -289,6 +299,11 @@ class FeedService:
                 status=HTTPStatus.INSUFFICIENT_STORAGE,
                 param="prompts",
             )
+        self._coming_bytes += num
+        try:
+            yield
+        finally:
+            self._coming_bytes -= num
 
 
 @asynccontextmanager
@@ -388,6 +403,7 @@ def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
         complete=len(rule.complete),
         batch=rule.terms.batch,
         name=feed.versions.name,
+        now="no name" if feed.versions.name is None else f"the name {feed.versions.name!r}",
         bad=feed.finite.bad_prompt,
         not_finite=NOT_FINITE,
         id=feed.id,
