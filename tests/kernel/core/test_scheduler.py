@@ -439,6 +439,21 @@ def test_scheduler_statistics_come_every_step_and_end_at_zero(new_run):
     assert [ending(run, id) for id in ids] == [LOST, WON, LOST, LOST]
 
 
+def test_vllms_times_of_a_candidate_that_never_ran_are_not_negative(new_run):
+    run = new_run(log_stats=True, max_num_seqs=3)
+    ids = add_group(run, "g", [40, 20, 30, 10, 10, 10], group_size=1)
+    steps = run.record_steps()
+    run.run()
+    for id in ids:
+        told = [
+            (step, each) for its in steps for step in its.values() for each in step.outputs if each.request_id == id
+        ]
+        events = [event for _, output in told for event in output.events or ()]
+        assert [event.type.name for event in events[:2]] == ["QUEUED", "SCHEDULED"]
+        times = [*(event.timestamp for event in events[:2]), *(step.timestamp for step, _ in told)]
+        assert times == sorted(times)
+
+
 def test_the_stats_of_the_step_that_stops_losers_do_not_count_them(new_run):
     run = new_run(log_stats=True)
     add_group(run, "g", [10, 40, 40], group_size=1)

@@ -168,16 +168,17 @@ class Errors:
 
 LOST = RolloutError(None, "no connection", "ConnectError")
 NOT_YET = RolloutError(503, "it does not answer yet. Try again.", "ServiceUnavailable", retry_after_s=3.0)
+STOPPED = RolloutError(503, "the engine has stopped", "ServiceUnavailable")
 NO_UPSTREAM = RolloutError(502, "it ended amid the request", "BadGateway")
 
 
 async def test_a_loop_over_batches_survives_a_short_loss_of_the_server(server_url: str, monkeypatch) -> None:
     async with AsyncRolloutClient(server_url) as client, client.feed(**FEED) as feed:
         await feed.put(["a", "b"])
-        sent = Errors(client, monkeypatch, LOST, NO_UPSTREAM, NOT_YET)
+        sent = Errors(client, monkeypatch, STOPPED, LOST, NO_UPSTREAM, NOT_YET)
         assert [len(batch.groups) async for batch in feed] == [2]
-        assert len({*sent.keys[:4]}) == 1
-        assert sent.slept_s == 2 * POLL_INTERVAL_S + 3.0
+        assert len({*sent.keys[:5]}) == 1
+        assert sent.slept_s == 3 * POLL_INTERVAL_S + 3.0
 
 
 async def test_a_server_that_stays_lost_is_said_and_its_batch_comes_later(server_url: str, monkeypatch) -> None:
@@ -201,7 +202,6 @@ async def test_a_server_that_stays_lost_is_said_and_its_batch_comes_later(server
     [
         RolloutError(None, "not of this client's version", "UnexpectedAnswer"),
         RolloutError(None, "silent", "ReadTimeout"),
-        RolloutError(503, "the engine has stopped", "ServiceUnavailable"),
     ],
 )
 async def test_an_error_that_does_not_pass_is_said_at_once(error, server_url: str, monkeypatch) -> None:

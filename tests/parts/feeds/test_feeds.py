@@ -335,25 +335,41 @@ async def test_too_many_feeds_are_refused(http, monkeypatch) -> None:
 
 
 async def test_too_many_waiting_prompts_are_refused(http, monkeypatch) -> None:
-    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_WAITING_BYTES", 3000)
     await make(http, batch=1, max_staleness=0)
     error = (await put(http, 0, 9, 507))["error"]
-    assert (error["param"], "at most 100 may" in error["message"]) == ("prompts", True)
+    assert (error["param"], "at most 3000 may" in error["message"]) == ("prompts", True)
     assert (await look(http))["num_waiting"] == 0
 
 
 async def test_prompts_that_are_being_written_count_as_waiting(app, http, monkeypatch) -> None:
-    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_WAITING_BYTES", 3000)
     written = asyncio.Event()
     monkeypatch.setattr("vllm_rollout.parts.feeds.http.kept.Kept.put", lambda *its: written.wait())
     await make(http, batch=1, max_staleness=0)
     await make(http, id="b", batch=1)
     first = asyncio.create_task(put(http, 0, 2))
-    await eventually(lambda: app.state.feed_service._coming_bytes > 50)
+    await eventually(lambda: app.state.feed_service._coming_bytes > 1500)
     assert (await http.post("/v1/feeds/b/prompts", json={"prompts": prompts(2, 2)})).status_code == 507
     written.set()
     assert (await first)["num_waiting"] == 1
     assert app.state.feed_service._coming_bytes == 0
+
+
+async def test_the_memory_of_waiting_prompts_is_counted_as_they_come_and_go(app, http, engine) -> None:
+    engine.step_s, engine.weight_version = 60, "step-0"
+    await make(http, batch=3, max_staleness=0, on_stale="defer")
+    (feed,) = app.state.feed_service.live
+    for first, count in ((0, 2), (2, 4), (6, 1)):
+        await put(http, first, count)
+        its = [*feed.queue.waiting, *feed.queue.deferred]
+        assert feed.queue.num_bytes == sum(each.num_bytes for each in its) >= 800 * len(its)
+        assert {each.prompt.id for each in its} == feed.queue._ids
+        await update(app, engine, f"new-{first}")
+    assert feed.queue.deferred
+    assert (await put(http, 0, 1, 409))["error"]["param"] == "prompts.0.id"
+    await http.delete("/v1/feeds/a")
+    assert (feed.queue.num_bytes, feed.queue._ids) == (0, set())
 
 
 async def test_a_group_that_the_engine_cannot_take_starts_again(http, engine, monkeypatch) -> None:

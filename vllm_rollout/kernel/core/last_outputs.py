@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm.logger import init_logger
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request
 
 from vllm_rollout.kernel.core.candidate import EngineCandidate
@@ -25,8 +25,13 @@ def empty_output(request: Request) -> EngineCoreOutput:
 
 
 def put(outputs: dict[int, EngineCoreOutputs], request: Request, output: EngineCoreOutput) -> None:
-    """Send an output to the client of its request."""
+    """Send the last output of a request to its client.
+
+    vLLM's times of the request need the time when it was scheduled first. If it never was, that is now.
+    """
     step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
+    scheduled = EngineCoreEvent(EngineCoreEventType.SCHEDULED, step_outputs.timestamp)
+    output.events = [*(output.events or request.take_events() or []), scheduled]
     # The default list of an EngineCoreOutputs is shared, so it is not appended to.
     step_outputs.outputs = [*step_outputs.outputs, output]
 

@@ -22,6 +22,8 @@ from vllm_rollout.parts.feeds.http.body import DEFAULT_TIMEOUT_S
 
 FORGOTTEN = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GONE)
 """Statuses after which no batch comes by a key."""
+ENDING = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
+"""Statuses of a server that stops or starts, and of a proxy without one."""
 LOST = frozenset(error.__name__ for error in CONNECTION_LOST)
 """Types of errors of a lost connection."""
 CUT = LOST - {"ConnectError", "ConnectTimeout"}
@@ -166,7 +168,7 @@ class AsyncFeed(FeedMethods):
 
 def _may_pass(error: RolloutError) -> bool:
     """True if the server was lost, or asks for another attempt."""
-    return error.type in LOST or error.status == HTTPStatus.BAD_GATEWAY or error.retry_after_s is not None
+    return error.type in LOST or error.status in ENDING or error.retry_after_s is not None
 
 
 def _lost(batch: FeedBatch) -> str:

@@ -268,7 +268,7 @@ class LiveFeed:
         if num_to_start > MAX_STARTS:
             self._start_more()
         for _ in range(min(num_to_start, MAX_STARTS)):
-            turn, prompt, _, is_long = self.queue.waiting.popleft()
+            turn, prompt, _, is_long = self.queue.next()
             number = self.rule.admit(is_long=is_long)
             born = self.rule.running[number], self.versions.name
             group = AdmittedGroup(prompt, turn, self.request.group_size, *born, is_long=is_long)
@@ -413,7 +413,7 @@ class LiveFeed:
         self.stopped.discard(number)
         if self.request.on_stale == "defer":
             self.since.deferred.append(group.prompt.id or "")
-            self.queue.deferred.append(WaitingPrompt.of(group.turn, group.prompt))
+            self.queue.defer(WaitingPrompt.of(group.turn, group.prompt))
         else:
             self.since.dropped.append(group.prompt.id or "")
         if self.request.on_stale == "wait":

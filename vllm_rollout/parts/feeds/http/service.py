@@ -41,7 +41,7 @@ LOOK_S = 1.0
 may have got them."""
 MAX_FEEDS = 64
 MAX_WAITING_BYTES = 512 << 20
-"""Largest sum of the prompts that wait in all feeds, in bytes of JSON."""
+"""Largest sum of the prompts that wait in all feeds, in bytes of memory."""
 WAITS = {
     "groups": "{running} groups run, and {complete} of {batch} are complete.",
     "older_groups": "it would leave running groups behind that are too old for the next batch.",
