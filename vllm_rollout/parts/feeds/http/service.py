@@ -43,7 +43,7 @@ MAX_FEEDS = 64
 MAX_WAITING_BYTES = 512 << 20
 """Largest sum of the prompts that wait in all feeds, in bytes of memory."""
 WAITS = {
-    "groups": "{running} groups run, and {complete} of {batch} are complete.",
+    "groups": "{running} groups run or wait for places in the engine ({queued}), and {complete} of {batch} are complete.",
     "older_groups": "it would leave running groups behind that are too old for the next batch.",
     "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Since the last batch {dropped} "
     "prompts were dropped, {filtered} filtered, and {failed} failed. Put more, or set drain.",
@@ -400,6 +400,7 @@ def _no_batch(feed: LiveFeed, timeout_s: float) -> RequestError:
         reason = "good_weights"
     why = WAITS[reason].format(
         running=len(rule.running),
+        queued=sum(group.group_id is None for group in feed.running),
         complete=len(rule.complete),
         batch=rule.terms.batch,
         name=feed.versions.name,
