@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -15,11 +17,13 @@ from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.engine import GroupOrder, RequestError
+from vllm_rollout.kernel.http.protocol import Prompt
 from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.kernel.rules.types import NOT_FINITE
 from vllm_rollout.parts.feeds.http import live
 from vllm_rollout.parts.feeds.http.answers import FeedBatch
 from vllm_rollout.parts.feeds.http.live import MAX_STARTS
+from vllm_rollout.parts.feeds.http.queue import OBJECT_BYTES, PromptQueue
 
 TERMS = {"group_size": 2, "batch": 3, "max_staleness": 1, "sampling_params": {"seed": 3}}
 
@@ -356,21 +360,27 @@ async def test_prompts_that_are_being_written_count_as_waiting(app, http, monkey
     assert app.state.feed_service._coming_bytes == 0
 
 
-async def test_the_memory_of_waiting_prompts_is_counted_as_they_come_and_go(app, http, engine) -> None:
-    engine.step_s, engine.weight_version = 60, "step-0"
-    await make(http, batch=3, max_staleness=0, on_stale="defer")
-    (feed,), num_deferred = app.state.feed_service.live, 0
-    for first, count in ((0, 2), (2, 4), (6, 1)):
-        await put(http, first, count)
-        its = [*feed.queue.waiting, *feed.queue.deferred]
-        assert feed.queue.num_bytes == sum(each.num_bytes for each in its) >= 800 * len(its)
-        assert {each.prompt.id for each in its} == feed.queue._ids
-        num_deferred += len(feed.queue.deferred)
-        await update(app, engine, f"new-{first}")
-    assert num_deferred > 0
-    assert (await put(http, 0, 1, 409))["error"]["param"] == "prompts.0.id"
-    await http.delete("/v1/feeds/a")
-    assert (feed.queue.num_bytes, feed.queue._ids) == (0, set())
+@pytest.mark.parametrize("seed", range(5))
+def test_memory_and_ids_of_waiting_prompts_are_counted_as_they_come_and_go(seed: int) -> None:
+    queue, chance, out = PromptQueue(), random.Random(seed), []
+    for _ in range(60):
+        match chance.randrange(5):
+            case 0:
+                queue.put(queue.checked([Prompt(prompt="p" * chance.randrange(9))] * 3, []))
+            case 1 if queue.waiting:
+                out.append(queue.next())
+            case 2 if out:
+                queue.defer(out.pop())
+            case 3 if out:
+                queue.again(out.pop())
+            case 4:
+                queue.start_long(chance.randrange(3))
+        its = [*queue.waiting, *queue.deferred]
+        assert queue.num_bytes == sum(each.num_bytes for each in its) >= OBJECT_BYTES * len(its)
+        with pytest.raises(RequestError, match="in this feed") if its else nullcontext():
+            queue.checked([each.prompt for each in its], [])
+    queue.clear()
+    assert (queue.num_bytes, len(queue.checked([Prompt(id="0", prompt="p")], []))) == (0, 1)
 
 
 async def test_a_group_that_the_engine_cannot_take_starts_again(http, engine, monkeypatch) -> None:

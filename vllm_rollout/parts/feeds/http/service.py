@@ -43,7 +43,7 @@ MAX_FEEDS = 64
 MAX_WAITING_BYTES = 512 << 20
 """Largest sum of the prompts that wait in all feeds, in bytes of memory."""
 WAITS = {
-    "groups": "{running} groups run or wait for places in the engine ({queued}), and {complete} of {batch} are complete.",
+    "groups": "{running} groups run or wait for places in the engine ({queued}). {complete} of {batch} are complete.",
     "older_groups": "it would leave running groups behind that are too old for the next batch.",
     "prompts": "{complete} of {batch} groups are complete, and no prompt waits. Since the last batch {dropped} "
     "prompts were dropped, {filtered} filtered, and {failed} failed. Put more, or set drain.",
