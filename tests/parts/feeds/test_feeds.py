@@ -366,7 +366,7 @@ def test_memory_and_ids_of_waiting_prompts_are_counted_as_they_come_and_go(seed:
     for _ in range(60):
         match chance.randrange(5):
             case 0:
-                queue.put(queue.checked([Prompt(prompt="p" * chance.randrange(9))] * 3, []))
+                queue.put(queue.checked([Prompt(prompt="p" * chance.randint(1, 9))] * 3, []))
             case 1 if queue.waiting:
                 out.append(queue.next())
             case 2 if out:
