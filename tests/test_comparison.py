@@ -36,7 +36,7 @@ ARMS = {
     "no device idles, 8 of 8": "bound",
 }
 KEYS = ("to_0.6", "to_0.7")
-COLUMNS = ("wait", "stale2-drop", "race-taught", "off-race-taught", "stale1-race16-taught", "bound")
+COLUMNS = ("wait", "stale2-drop", "stale4-drop", "race-taught", "off-race-taught", "stale1-race16-taught", "bound")
 CASES = {
     "a quarter, third": ("third", "quarter"),
     "training a tenth, first": ("first", "tenth"),
