@@ -215,7 +215,7 @@ def test_wait_does_not_wait_for_groups_that_are_as_young_as_the_batch():
 def test_wait_leaves_enough_places_for_complete_groups_that_are_not_in_the_batch():
     running, complete = {0: 2, 4: 2, 7: 3, 8: 3}, {3: 2, 5: 3, 6: 3, 9: 3}
     feed = Feed(FeedTerms(2, 3), 4, 8, running, complete, dict.fromkeys(complete, 0))
-    assert feed.take() is None  # without 3 and 5 six groups would be left for the two batches up to version 6
+    assert feed.take() is None  # six would be left for the four places of versions 5 and 6
     del feed.complete[6], feed.complete[9]
     assert [each.number for each in feed.take() or ()] == [3, 5]
 

@@ -293,7 +293,7 @@ async def test_a_feed_is_deleted_with_its_stopped_groups(app, http, engine) -> N
 
 
 @pytest.mark.parametrize("go_on", [False, True])
-async def test_a_feed_that_is_deleted_while_it_fills_starts_no_more_groups(app, http, engine, go_on) -> None:
+async def test_a_feed_that_is_closed_while_it_fills_starts_no_more_groups(app, http, engine, go_on) -> None:
     num = 2 * MAX_STARTS
     await make(http, on_update="stop", batch=num)
     feed = feed_of(app)
@@ -307,7 +307,7 @@ async def test_a_feed_that_is_deleted_while_it_fills_starts_no_more_groups(app, 
     feed.runner.is_ready = True
     feed.admit()
     assert feed._admits_more is not None
-    await app.state.feed_service.delete("a")
+    await feed.close()
     await eventually(lambda: feed._admits_more is None)
     assert not feed._tasks
 
