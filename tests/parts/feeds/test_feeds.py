@@ -407,7 +407,10 @@ async def test_tokens_of_a_group_that_is_dropped_before_it_starts_again_count_on
     assert totals["generated_tokens"] == totals["wasted_tokens"] == ended[0]
 
 
-async def test_tokens_of_an_attempt_that_the_engine_lost_or_a_pause_ended_count_once(app, http, engine) -> None:
+async def test_tokens_of_an_attempt_that_is_lost_or_ends_with_a_passing_error_count_once(
+    app, http, engine, monkeypatch
+) -> None:
+    monkeypatch.setattr(live, "AGAIN_S", 0.01)
     engine.losses, engine.lengths = {"q0": 4}, {0: 9, 1: 9}
     await make(http, batch=1)
     (feed,) = app.state.feed_service.live
@@ -417,7 +420,7 @@ async def test_tokens_of_an_attempt_that_the_engine_lost_or_a_pause_ended_count_
         await run(number, group)
         ended.append(group.num_tokens)
         if len(ended) == 1:
-            raise RequestError("the engine is paused.", status=503, retry_after_s=0.01)
+            raise RequestError("the engine is paused.", status=503)
 
     feed.runner.run = fails_once
     await put(http, 0, 1)

@@ -296,7 +296,7 @@ async def test_a_feed_is_deleted_with_its_stopped_groups(app, http, engine) -> N
 async def test_a_feed_that_is_closed_while_it_fills_starts_no_more_groups(app, http, engine, go_on) -> None:
     num = 2 * MAX_STARTS
     await make(http, on_update="stop", batch=num)
-    feed = feed_of(app)
+    (feed,) = app.state.feed_service.live
     feed.runner.is_ready = go_on
     await put(http, 0, num)
     if go_on:
