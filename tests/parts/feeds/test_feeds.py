@@ -116,6 +116,16 @@ async def test_a_batch_is_taken_once_and_sent_again_by_its_key(http) -> None:
     assert error["param"] == "idempotency_key"
 
 
+async def test_a_request_that_is_repeated_while_it_waits_gets_the_same_batch(app, http) -> None:
+    await make(http)
+    waiting = [asyncio.create_task(take(http, idempotency_key="k0")) for _ in range(2)]
+    turn = app.state.feed_service._feeds["a"].turn
+    await eventually(lambda: turn._waiters)
+    await put(http, 0, 6)
+    first, second = await asyncio.gather(*waiting)
+    assert first == second
+
+
 async def test_two_trainers_on_one_feed_get_different_groups(http) -> None:
     await make(http)
     waiting = [asyncio.create_task(take(http)) for _ in range(2)]
@@ -438,6 +448,28 @@ async def test_tokens_of_a_group_that_is_dropped_before_it_starts_again_count_on
     assert totals["generated_tokens"] == totals["wasted_tokens"] == ended[0]
 
 
+async def test_tokens_of_an_attempt_that_is_lost_or_ends_with_a_passing_error_count_once(
+    app, http, engine, monkeypatch
+) -> None:
+    monkeypatch.setattr(live, "AGAIN_S", 0.01)
+    engine.losses, engine.lengths = {"q0": 4}, {0: 9, 1: 9}
+    await make(http, batch=1)
+    (feed,) = app.state.feed_service.live
+    run, ended = feed.runner.run, []
+
+    async def fails_once(number, group) -> None:
+        await run(number, group)
+        ended.append(group.num_tokens)
+        if len(ended) == 1:
+            raise RequestError("the engine is paused.", status=503)
+
+    feed.runner.run = fails_once
+    await put(http, 0, 1)
+    assert ids(await take(http)) == ["q0"]
+    totals = (await look(http))["totals"]
+    assert (ended, totals["generated_tokens"], totals["wasted_tokens"]) == ([18, 18], 36, 18)
+
+
 async def test_no_prompt_is_lost_by_weights_that_are_not_finite(app, http, engine) -> None:
     engine.weight_version = "good"
     await make(http, batch=2)
@@ -520,6 +552,25 @@ async def test_weights_of_another_process_fail_no_prompt(http, engine) -> None:
     assert "Under 'bad-1', prompt 'q1' failed" in (await take(http, 504, timeout_s=0.2))["message"]
     engine.weight_version, engine.failures = "step-2", {}
     assert ids(await take(http)) == ["q1"]
+
+
+@pytest.mark.parametrize("max_bad_versions", [1, 3])
+async def test_a_group_is_dropped_once_by_the_update_that_its_bad_logits_find(
+    app, http, engine, monkeypatch, max_bad_versions
+) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.rules.finite.MAX_BAD_VERSIONS", max_bad_versions)
+    engine.weight_version, engine.step_s = "step-0", 0.005
+    engine.lengths, engine.failures, engine.error = {0: 9, 1: 9}, {0: 5, 1: 5}, NOT_FINITE
+    await make(http, batch=1, max_staleness=0, on_stale="drop")
+    await put(http, 0, 1)
+    await eventually(lambda: engine.num_running == 2)
+    engine.weight_version = "bad-1"  # another API process got them
+    (feed,) = app.state.feed_service.live
+    await eventually(lambda: feed.rule.version == 1 and not feed._tasks)
+    totals = (await look(http))["totals"]
+    assert (totals["generated_tokens"], totals["wasted_tokens"], totals["num_failed"]) == (10, 10, 0)
+    batch = await take(http, drain=True)
+    assert (batch["dropped"], batch["failed"], batch["warnings"]) == (["q0"], [], [])
 
 
 async def test_a_feed_that_fills_lets_other_requests_have_turns(app, http, engine) -> None:

@@ -288,6 +288,23 @@ def test_a_feed_takes_the_place_of_what_is_left_of_another(tmp_path: Path) -> No
     assert (feed.created, [*feed.prompts], [*feed.puts]) == (1, [], [])
 
 
+async def test_nothing_of_a_deleted_feed_is_written_into_another_one_of_its_name(start: Start) -> None:
+    app = start(engine := FakeEngine())
+    async with http_of(app) as http:
+        await make(http)
+        await put(http, 0, 3)
+        await complete(app, 3)
+        (before,) = app.state.feed_service.live
+        assert (await http.delete("/v1/feeds/a")).status_code == 204
+        engine.step_s = 60
+        await make(http)
+        await put(http, 0, 3)
+        before.kept.completed(before.groups[0])
+        wait_for_disk()
+    (stored,) = app.state.feed_service._store.load()
+    assert [each.born for each in stored.prompts] == [None, None, None]
+
+
 async def test_nothing_is_written_of_a_feed_that_is_being_deleted(start: Start, tmp_path: Path) -> None:
     app = start(FakeEngine())
     async with http_of(app) as http:
@@ -511,7 +528,30 @@ async def test_a_disk_that_was_full_at_an_update_breaks_no_bound(start: Start) -
     assert ages == [[1, 1], [0, 0]]
 
 
-async def test_a_group_that_was_deferred_on_a_full_disk_begins_anew(start: Start) -> None:
+async def test_a_full_disk_at_an_update_without_a_batch_gives_no_more_places(start: Start) -> None:
+    engine = FakeEngine(weight_version="step-0", lengths={0: 3, 1: 3})
+    app = start(engine)
+    async with http_of(app) as http:
+        await make(http, batch=2)
+        await put(http, 0, 2)
+        await complete(app, 2)
+        wait_for_disk()
+        fill_disk(app)
+        await update(app, engine, "step-1")
+        wait_for_disk()
+        fill_disk(app, False)
+        await put(http, 2, 2)
+        await complete(app, 4)
+        before = await look(http)
+        await kill(app)
+    async with http_of(start(engine)) as http:
+        after = await look(http)
+    assert (before["version"], before["capacity"]) == (after["version"], after["capacity"]) == (1, 0)
+
+
+@pytest.mark.parametrize("num_complete", [0, 2])
+async def test_a_group_that_was_deferred_on_a_full_disk_begins_anew(start: Start, num_complete: int) -> None:
+    """`num_complete`: groups that have completed after that. Later writes forget none of them."""
     engine = FakeEngine(weight_version="step-0", lengths={0: 3, 1: 3})
     app = start(engine)
     async with http_of(app) as http:
@@ -519,16 +559,21 @@ async def test_a_group_that_was_deferred_on_a_full_disk_begins_anew(start: Start
         await put(http, 0, 2)
         await complete(app, 2)
         wait_for_disk()
-        engine.step_s = 60
+        (feed,) = app.state.feed_service.live
+        feed.runner.is_ready = False
         fill_disk(app)
         await update(app, engine, "step-1")
         wait_for_disk()
         fill_disk(app, False)
-        (feed,) = app.state.feed_service.live
+        if num_complete:
+            feed.runner.is_ready = True
+            feed.admit()
+            await complete(app, num_complete)
         feed.kept.left([], feed.state)  # as at any later event
         await kill(app)
     app = start(FakeEngine(weight_version="step-1", lengths={0: 3, 1: 3}))
     async with http_of(app) as http:
+        assert (await look(http))["num_complete"] == num_complete
         assert [(group["born"], group["staleness"]) for group in (await take(http))["groups"]] == [(1, 0), (1, 0)]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.parts.feeds.rules.feed import Feed, FeedTerms, Versions
+from vllm_rollout.parts.feeds.rules.finite import FiniteLogits
 
 TERMS = st.builds(FeedTerms, st.integers(1, 4), st.integers(0, 3), st.sampled_from(["wait", "drop", "finish", "defer"]))
 STEPS = st.lists(st.sampled_from(["admit", "complete", "filter", "take", "update", "stop"]), max_size=120)
@@ -211,6 +212,14 @@ def test_wait_does_not_wait_for_groups_that_are_as_young_as_the_batch():
     assert feed.updated() == [1]
 
 
+def test_wait_leaves_enough_places_for_complete_groups_that_are_not_in_the_batch():
+    running, complete = {0: 2, 4: 2, 7: 3, 8: 3}, {3: 2, 5: 3, 6: 3, 9: 3}
+    feed = Feed(FeedTerms(2, 3), 4, 8, running, complete, dict.fromkeys(complete, 0))
+    assert feed.take() is None  # six would be left for the four places of versions 5 and 6
+    del feed.complete[6], feed.complete[9]
+    assert [each.number for each in feed.take() or ()] == [3, 5]
+
+
 @pytest.mark.parametrize(("on_stale", "dropped", "taken"), [("drop", [0], [(1, 2, 0)]), ("finish", [], [(0, 0, 2)])])
 def test_a_group_that_is_too_old_is_dropped_or_returned_over_the_bound(on_stale, dropped, taken):
     feed = started(FeedTerms(1, 1, on_stale), 1)
@@ -300,3 +309,17 @@ def test_the_last_deferred_prompts_start_once_nothing_else_is_left():
     assert feed.num_long(2, 0) == 0
     feed.completed(0)
     assert (feed.num_long(2, 1), feed.num_long(2, 0)) == (0, 2)
+    for _ in range(3):
+        feed.completed(feed.admit())
+    assert feed.num_long(2, 0) == 0  # a whole batch waits to be taken
+
+
+def test_no_prompt_is_blamed_for_kv_of_earlier_weights():
+    finite = FiniteLogits()
+    finite.completed(began=0, version=1)  # says nothing of version 1
+    assert finite.blames_weights(0, "q0", began=1, version=1)
+    assert (finite.bad_version, finite.bad_prompt) == (1, "q0")
+    finite.completed(began=1, version=1)
+    assert finite.blames_weights(1, "q1", began=0, version=1)
+    assert finite.bad_version == -1
+    assert not finite.blames_weights(2, "q2", began=1, version=1)

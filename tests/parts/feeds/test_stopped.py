@@ -292,6 +292,26 @@ async def test_a_feed_is_deleted_with_its_stopped_groups(app, http, engine) -> N
     assert (engine.num_running, engine.groups) == (0, {})
 
 
+@pytest.mark.parametrize("go_on", [False, True])
+async def test_a_feed_that_is_closed_while_it_fills_starts_no_more_groups(app, http, engine, go_on) -> None:
+    num = 2 * MAX_STARTS
+    await make(http, on_update="stop", batch=num)
+    (feed,) = app.state.feed_service.live
+    feed.runner.is_ready = go_on
+    await put(http, 0, num)
+    if go_on:
+        await have_tokens(engine, 2 * num)
+        feed.runner.is_ready = False
+        await update(app, engine, "step-1")
+        await eventually(lambda: len(feed.stopped) == num)
+    feed.runner.is_ready = True
+    feed.admit()
+    assert feed._admits_more is not None
+    await feed.close()
+    await eventually(lambda: feed._admits_more is None)
+    assert not feed._tasks
+
+
 async def test_what_cannot_go_on_is_refused(http) -> None:
     body = {"id": "a", **TERMS, "on_update": "stop", "sampling_params": {"stop": "x"}}
     error = (await http.post("/v1/feeds", json=body)).json()["error"]
@@ -441,13 +461,14 @@ async def test_no_kill_loses_a_prompt_or_returns_it_twice(start: Start, seed, on
     assert sorted(seen) == sorted(f"q{i}" for i in range(12))
 
 
-async def test_a_stop_keeps_no_group_that_could_not_complete(app, http, engine) -> None:
-    """One of its candidates had logits that are not finite, and the update stops the other one."""
-    engine.weight_version, engine.step_s, engine.lengths = "step-0", 0.005, LONG
-    await make(http, on_update="stop", batch=1, max_staleness=8)
+@pytest.mark.parametrize("redundancy", [0, 1])
+async def test_a_stop_keeps_no_group_whose_logits_were_not_finite(app, http, engine, redundancy) -> None:
+    """One of its candidates had logits that are not finite, and the update stops the others."""
+    engine.lengths = dict.fromkeys(range(3), 60)
+    await make(http, on_update="stop", batch=1, max_staleness=8, redundancy=redundancy)
     engine.failures, engine.error = {0: 10}, NOT_FINITE
     await put(http, 0, 1)
-    await have_tokens(engine, 1, 12)
+    await have_tokens(engine, 1 + redundancy, 12)
     engine.failures = {}
     await update(app, engine, "step-1")
     batch = await take(http)
