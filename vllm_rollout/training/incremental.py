@@ -151,10 +151,12 @@ class IncrementalLogprobs:
         """Values of the whole answer. Its last tokens get a pass of their own, and its cache is freed. To pass over a
         group together, call `forward` with its keys before."""
         self.forward([key])
-        growing = self._growing.pop(key)
+        growing = self._growing[key]
         empty = torch.empty(0, device=self._device)
         entropies = torch.cat([empty, *growing.entropies]) if self.entropy else None
-        return Logprobs(torch.cat([empty, *growing.logprobs]), entropies)
+        found = Logprobs(torch.cat([empty, *growing.logprobs]), entropies)
+        del self._growing[key]  # last: what runs out of memory can run again
+        return found
 
     def drop(self, key: Key) -> int:
         """Forget a candidate that was stopped, and free its cache. Returns: number of its tokens that were passed over,
@@ -203,14 +205,19 @@ class IncrementalLogprobs:
             for row, growing in enumerate(batch):
                 num_new = growing.num_new
                 answer = slice(max(growing.num_prompt_tokens - 1 - growing.num_forwarded, 0), num_new)
-                growing.logprobs.append(logprobs[row, answer].clone())
-                if entropies is not None:
-                    growing.entropies.append(entropies[row, answer].clone())
+                its_logprobs = logprobs[row, answer].clone()
+                its_entropies = None if entropies is None else entropies[row, answer].clone()
+                cached: dict[int, tuple[Tensor, Tensor]] = {}
                 for layer, pair in fresh.items():
                     new = [tensor[row, :, :num_new] for tensor in pair]
                     old = growing.cache.get(layer, [tensor[:, :0] for tensor in new])
                     keys, values = (torch.cat(parts, dim=1) for parts in zip(old, new, strict=True))
-                    growing.cache[layer] = keys, values
+                    cached[layer] = keys, values
+                # Nothing below fails, so an error above leaves this trajectory as it was before the pass.
+                growing.logprobs.append(its_logprobs)
+                if its_entropies is not None:
+                    growing.entropies.append(its_entropies)
+                growing.cache = cached
                 growing.num_forwarded += num_new
 
     def _joined_cache(self, batch: list[Growing], past: int) -> tuple[Any, dict[int, tuple[Tensor, Tensor]]]:

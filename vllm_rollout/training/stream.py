@@ -53,7 +53,7 @@ class OpenStep:
     totals: Tensor  # [2], float64: the sum of the losses, and N
     parts: int = 0
     failed: bool = False
-    """A backward pass ended by an error, and may have added a part of its gradients."""
+    """A backward pass or `finish` ended by an error, and may have changed a part of the gradients."""
     sums: dict[Parameter, Tensor] = field(default_factory=dict)
     """Float32 sums for parameters of lower precision. The others' sums are their `.grad`."""
 
@@ -116,13 +116,12 @@ class StreamTrainer:
                 " Call finish(), or abandon() to drop its gradients."
             )
         self._drop_gradients()
-        self._open = OpenStep(step, torch.zeros(2, dtype=torch.float64, device=self.parameters[0].device))
-        if self.float32_sums:
-            self._hooks = [
-                parameter.register_post_accumulate_grad_hook(self._move_to_float32)  # type: ignore[no-untyped-call]
-                for parameter in self.parameters
-                if parameter.dtype in (torch.bfloat16, torch.float16)
-            ]
+        opened = OpenStep(step, torch.zeros(2, dtype=torch.float64, device=self.parameters[0].device))
+        for parameter in self.parameters:
+            if self.float32_sums and parameter.dtype in (torch.bfloat16, torch.float16):
+                hook = parameter.register_post_accumulate_grad_hook(self._move_to_float32)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+        self._open = opened
 
     def add(self, token_losses: Tensor, mask: Tensor, group_tokens: int | None = None) -> None:
         """Run the backward pass of one group, at once.
@@ -174,10 +173,10 @@ class StreamTrainer:
             raise RuntimeError(failure_of(step.step))
         step.failed = True
         loss_sum.backward()  # type: ignore[no-untyped-call]
-        step.failed = False
-        step.totals[0] += loss_sum.detach()
+        step.totals[0] += loss_sum.detach().reshape(())
         step.totals[1] += weight
         step.parts += 1
+        step.failed = False
 
     def count(self, weight: float) -> None:
         """Count samples without a gradient, as those of advantage 0, in N. They need no pass.
@@ -202,7 +201,9 @@ class StreamTrainer:
         `abandon`.
         """
         step = self._opened("finish")
-        parts, loss_sum, weight = self._combine(step)
+        # After an error below only abandon() helps: a second call would sum or divide some gradients twice.
+        failed, step.failed = step.failed, True
+        parts, loss_sum, weight = self._combine(step, failed)
         sums = {parameter: step.sums.get(parameter, parameter.grad) for parameter in self.parameters}
         gradients = {parameter: each.div_(weight) for parameter, each in sums.items() if each is not None and weight}
         if not gradients:
@@ -211,7 +212,6 @@ class StreamTrainer:
             return StepResult(step.step, parts, weight, loss, math.nan, updated=False)
         norm = get_total_norm(gradients.values())
         if not torch.isfinite(norm):
-            step.failed = True
             raise FloatingPointError(
                 f"the gradient norm of step {step.step} is {norm.item()} over {parts} parts of loss"
                 f" {loss_sum / weight}; nothing was updated. Look for a log probability of -inf or an overflow, then"
@@ -233,15 +233,15 @@ class StreamTrainer:
             raise RuntimeError(f"cannot {wish}: no step is open. Call begin(step) first.")
         return self._open
 
-    def _combine(self, step: OpenStep) -> tuple[int, float, float]:
+    def _combine(self, step: OpenStep, failed: bool) -> tuple[int, float, float]:
         """Sum gradients over all processes. Returns: parts, sum of losses and N, of all of them."""
         if not dist.is_initialized():
-            if step.failed:
+            if failed:
                 raise RuntimeError(failure_of(step.step))
             loss_sum, weight = step.totals.tolist()
             return step.parts, loss_sum, weight
         mine = [step.sums.get(parameter, parameter.grad) for parameter in self.parameters]
-        heads = self._gathered([step.step, step.failed, step.parts], step.totals, [each is not None for each in mine])
+        heads = self._gathered([step.step, failed, step.parts], step.totals, [each is not None for each in mine])
         if (heads[:, 0] != step.step).any():
             raise RuntimeError(
                 f"steps {heads[:, 0].int().tolist()} are open in processes 0, 1, …: all of them must finish the same"
@@ -303,8 +303,8 @@ class StreamTrainer:
 
 def failure_of(step: int) -> str:
     return (
-        f"a backward pass of step {step} ended by an error and may have added a part of its gradients: nothing was"
-        " updated. abandon() in each process, then begin() again."
+        f"a backward pass or finish() of step {step} ended by an error and may have changed a part of the gradients:"
+        " nothing was updated. abandon() in each process, then begin() again."
     )
 
 

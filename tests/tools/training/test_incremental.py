@@ -1,13 +1,16 @@
 """Forward passes over new tokens give the numbers of one pass over the whole trajectory, whatever the chunks."""
 
+from contextlib import suppress
 from functools import cache
+from itertools import count
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
-from vllm_rollout.training.incremental import IncrementalLogprobs
+from vllm_rollout.training.incremental import IncrementalLogprobs, Logprobs
 from vllm_rollout.training.stream import StreamTrainer
 
 transformers = pytest.importorskip("transformers")
@@ -122,6 +125,47 @@ def test_a_stopped_candidate_leaves_no_cache_and_no_trace():
     )
     assert passes.cache_bytes == 10 * per_token
     passes.begin(("q", 1), [1])  # a candidate that restarted
+
+
+class OutOfMemory(TorchFunctionMode):
+    """Memory is out at the n-th call of `torch.cat` or `clone`."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.calls_left = n
+
+    def __torch_function__(self, function, _types, arguments=(), named=None):
+        if function in (torch.cat, torch.Tensor.clone):
+            self.calls_left -= 1
+            if self.calls_left == 0:
+                raise torch.OutOfMemoryError
+        return function(*arguments, **(named or {}))
+
+
+def test_what_ran_out_of_memory_can_run_again():
+    """Whatever call it was: no token is counted or cached twice, and no trajectory is lost."""
+    model, pairs = model_of("llama"), {("q", 0): ([1, 2, 3], [4, 5, 6, 7]), ("q", 1): ([9], [3, 2, 1])}
+    expected = {key: whole(model, *pair) for key, pair in pairs.items()}
+    for n in count(1):
+        passes, found = IncrementalLogprobs(model, entropy=True), {}
+        for key, (prompt, answer) in pairs.items():
+            passes.begin(key, prompt)
+            passes.add(key, 0, answer[:2])
+        passes.forward()
+        for key, (_, answer) in pairs.items():
+            passes.add(key, 2, answer[2:])
+        with suppress(torch.OutOfMemoryError), OutOfMemory(n) as memory:
+            passes.forward()
+            found.update((key, passes.finish(key)) for key in pairs)
+        passes.forward()
+        left = pairs.keys() - found.keys()
+        num_cached = sum(len(prompt) + len(answer) - 1 for prompt, answer in map(pairs.get, left))
+        assert passes.cache_bytes == num_cached * 2 * 2 * 2 * 4 * 8
+        found.update((key, passes.finish(key)) for key in left)
+        for key, values in found.items():
+            torch.testing.assert_close(values, Logprobs(*expected[key]), rtol=1e-10, atol=1e-10, check_dtype=False)
+        if memory.calls_left > 0:
+            return
 
 
 def test_chunks_that_do_not_join_are_refused():

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.training.off_policy import (
-    MAX_LOG_RATIO,
     Correction,
     decoupled_loss,
     diagnostics,
@@ -177,6 +176,17 @@ def test_the_decoupled_loss_clips_around_the_proximal_policy(ratio, advantage, l
     torch.testing.assert_close(gradient, expected[None])
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss"), [(1.25, 1.0, -1.25), (1.5, 1.0, -1.3), (0.95, -1.0, 0.95), (0.85, -1.0, 0.9)]
+)
+def test_the_decoupled_loss_clips_each_side_by_its_own_bound(ratio, advantage, loss):
+    zeros = torch.zeros(1, 1)
+    importance = importance_weights(zeros, zeros, torch.ones(1, 1))
+    current = torch.tensor([[ratio]]).log()
+    found = decoupled_loss(current, zeros, torch.tensor([[advantage]]), importance, clip_low=0.1, clip_high=0.3)
+    assert found.item() == pytest.approx(loss)
+
+
 def test_a_decoupled_loss_refuses_advantages_of_samples_as_a_row():
     zeros = torch.zeros(3, 3)
     importance = importance_weights(zeros, zeros, torch.ones(3, 3))
@@ -231,7 +241,9 @@ def test_a_batch_in_which_nothing_trains_has_zeros(mask):
 def test_far_apart_policies_do_not_overflow():
     far = torch.tensor([[1000.0, -1000.0]])
     found = importance_weights(far, torch.zeros(1, 2), torch.ones(1, 2), UNTRUNCATED)
-    assert found.weights.tolist() == [pytest.approx([math.exp(MAX_LOG_RATIO), 0.0])]
+    assert found.weights.tolist() == [pytest.approx([math.exp(20), 0.0])]
+    losses = decoupled_loss(2 * far, far, -torch.ones(1, 1), found)
+    assert losses.tolist() == [pytest.approx([math.exp(40), 0.0])]
     assert all(map(math.isfinite, diagnostics(found).values()))
 
 
@@ -301,6 +313,7 @@ def test_diagnostics_by_staleness_are_those_of_the_tokens_of_each():
     rows = diagnostics_by_staleness(found, torch.tensor([[3, 0, 0], [3, 3, 8]]))
     assert {staleness: row["num_tokens"] for staleness, row in rows.items()} == {0: 2, 3: 3}
     assert (rows[0]["mean_ratio"], rows[0]["clipped_share"]) == pytest.approx((4.0, 1.0))
+    assert (rows[0]["ess_share"], rows[3]["ess_share"]) == pytest.approx((1.0, 4**2 / 6 / 3))
     assert rows[3]["k3"] == pytest.approx((1 - math.log(2)) / 3)
     with pytest.raises(ValueError, match=r"staleness must be \[2, 3\], as the weights, got \[3\]"):
         diagnostics_by_staleness(found, torch.zeros(3))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from vllm_rollout.training import stream
 from vllm_rollout.training.stream import StreamTrainer
 
 VOCABULARY = 11
@@ -194,6 +195,31 @@ def test_an_empty_step_says_so_and_updates_nothing():
     trainer.begin(5)
 
 
+@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+def test_losses_of_padding_that_are_nan_change_nothing(normalize):
+    model, groups = Policy(), groups_of([[3, 5], [4, 0]])
+    expected, loss = whole_batch_gradients(model, groups, normalize)
+    trainer = StreamTrainer(model.parameters(), normalize=normalize)
+    trainer.begin(1)
+    for losses, mask in (losses_of(model, group) for group in groups):
+        trainer.add(losses.masked_fill(~mask, math.nan), mask)
+    assert trainer.finish().loss == pytest.approx(loss, rel=1e-12)
+    assert_equal(gradients_of(model), expected, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_passes_before_a_step_are_no_part_of_it_and_those_after_it_add_to_its_gradient(dtype):
+    weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+    trainer = StreamTrainer([weight])
+    (weight * 8).sum().backward()
+    trainer.begin(1)
+    trainer.add_sum((weight * 4).sum(), 2)
+    trainer.finish()
+    assert weight.grad.tolist() == [2, 2]
+    (weight * 3).sum().backward()
+    assert weight.grad.tolist() == [5, 5]
+
+
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_gradients_of_low_precision_are_summed_in_float32(low):
     """A thousand equal gradients: bfloat16 stands still once one is below half of the sum's last place."""
@@ -211,7 +237,7 @@ def test_gradients_of_low_precision_are_summed_in_float32(low):
     assert errors[False] > 0.1
 
 
-def broken(model):
+def broken(*_):
     raise RuntimeError("out of memory")
 
 
@@ -228,6 +254,63 @@ def test_after_a_backward_pass_that_failed_only_abandoning_helps():
             attempt()
     trainer.abandon()
     trainer.begin(7)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_is_one_number_of_any_shape(shape):
+    weight = torch.nn.Parameter(torch.ones(2))
+    trainer = StreamTrainer([weight])
+    trainer.begin(1)
+    for share in (3, torch.tensor(1)):
+        trainer.add_sum((weight * 2).sum().reshape(shape), share)
+    result = trainer.finish()
+    assert (result.parts, result.weight, result.loss) == (2, 4, 2)
+    assert weight.grad.tolist() == [1, 1]
+
+
+def test_an_error_after_a_backward_pass_is_not_forgotten():
+    weight = torch.nn.Parameter(torch.ones(2))
+    trainer = StreamTrainer([weight])
+    trainer.begin(7)
+    with pytest.raises(RuntimeError, match="shape"):
+        trainer.add_sum(weight.sum(), torch.ones(2))
+    with pytest.raises(RuntimeError, match="step 7 ended by an error"):
+        trainer.finish()
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("place", ["buckets", "get_total_norm", "clip_grads_with_norm_"])
+def test_a_finish_that_failed_sums_and_divides_no_gradient_twice(place, monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(2))
+    trainer = StreamTrainer([weight], max_norm=1.0)
+    trainer.begin(7)
+    trainer.add_sum(weight.sum(), 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, place, broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.finish()
+    with pytest.raises(RuntimeError, match=r"step 7 ended by an error.*abandon\(\)"):
+        trainer.finish()
+
+
+def test_a_step_that_could_not_begin_can_begin_again():
+    weights = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
+    trainer = StreamTrainer(weights)
+    weights[1].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        trainer.begin(1)
+    weights[1].requires_grad_(True)
+    trainer.begin(1)
+    trainer.add_sum(sum(weights).sum(), 2)
+    trainer.finish()
+    assert [weight.grad.tolist() for weight in weights] == [[0.5, 0.5]] * 2
 
 
 def test_what_is_not_finite_is_no_update():
