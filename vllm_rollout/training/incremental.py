@@ -198,6 +198,7 @@ class IncrementalLogprobs:
                 past_key_values=cache,
                 use_cache=True,
             ).logits  # [num_trajectories, width, vocabulary]
+            del cache.update  # it refers to the cache, which else lives until the next garbage collection
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
             total = logits.logsumexp(-1)
             logprobs = logits.gather(-1, targets.to(self._device)[..., None])[..., 0] - total

@@ -1,5 +1,6 @@
 """Forward passes over new tokens give the numbers of one pass over the whole trajectory, whatever the chunks."""
 
+import gc
 from contextlib import suppress
 from functools import cache
 from itertools import count
@@ -166,6 +167,20 @@ def test_what_ran_out_of_memory_can_run_again():
             torch.testing.assert_close(values, Logprobs(*expected[key]), rtol=1e-10, atol=1e-10, check_dtype=False)
         if memory.calls_left > 0:
             return
+
+
+def test_a_pass_leaves_no_joined_cache_behind():
+    passes = IncrementalLogprobs(model_of("llama"))
+    passes.begin(("q", 0), [1, 2, 3])
+    gc.collect()
+    gc.disable()
+    try:
+        for first in range(0, 4, 2):
+            passes.add(("q", 0), first, [4, 5])
+            passes.forward()
+        assert not [each for each in gc.get_objects() if type(each) is passes._cache_class]
+    finally:
+        gc.enable()
 
 
 def test_chunks_that_do_not_join_are_refused():
