@@ -339,7 +339,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--held-out", type=int, default=256, help="problems per evaluation, two answers each. Default: %(default)s")
     add = parser.add_argument_group("what the server is asked for: one flag per feature").add_argument
     add("--race", action="store_true", help="as many spare candidates as --group-size: the first to finish count")
-    add("--redundancy", help="number of spare candidates, or auto. Default: 0, but with --race the group size")
+    add("--redundancy", help="spare candidates, or auto. Default: 0, with --race or --dual-end the group size")
     add("--dual-end", type=float, nargs="?", const=1.5, metavar="PATIENCE", help="the shortest answers and the longest")
     add("--prune", nargs="?", const="gradient", choices=PRUNING, help="twice as many, half are stopped. shadow: none")
     add("--detection-length", type=int, default=24, help="tokens after which --prune judges. Default: %(default)s")

@@ -670,7 +670,7 @@ def test_a_feed_that_ends_is_read_again_from_the_start(browser: Any) -> None:
         text(page, "not connected: the server has ended the feed", "#status")
         feed.events = [SERVER, event_of("rollout", rollout("new", over(0), num_prompts=1))]
         feed.ends_after = None
-        text(page, "1\nof 1 groups complete")
+        text(page, "1\nof 1 group complete")
         text(page, "live", "#status")
         assert feed.num_connected >= 2
 

@@ -124,7 +124,7 @@ export function show(root, context) {
       model.feeds.length ? el("p", { className: "soft", textContent: "Each group of a feed is a rollout of its own." }) : "",
       tiles([
         [rollout.state === "running" ? "seconds so far" : "seconds", number(secondsOf(model, rollout), 1)],
-        [`of ${number(rollout.num_prompts)} groups complete`, number(complete)],
+        [`of ${number(rollout.num_prompts)} ${rollout.num_prompts === 1 ? "group" : "groups"} complete`, number(complete)],
         [`of ${number(rollout.num_candidates)} candidates run`, number(ends.running)],
         ...(queued > 0 ? [["groups wait for places", number(queued)]] : []),
         ["tokens", number(generated)],
