@@ -133,7 +133,7 @@ class Symptoms(NamedTuple):
 
 def symptoms(page: str) -> Symptoms:
     entries = re.findall(r"^- \*\*Symptom\*\*: (.+)$", page, flags=re.MULTILINE)
-    rows = re.findall(r"^\| (`[^|]+`) \|", page.partition("## Other messages")[2], flags=re.MULTILINE)
+    rows = re.findall(r"^\| ((?:vLLM: )?`[^|]+`) \|", page.partition("## Other messages")[2], flags=re.MULTILINE)
     ours, libraries = [], []
     for line in [*entries, *rows]:
         before, _, behind = line.partition("vLLM:")

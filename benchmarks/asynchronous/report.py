@@ -221,7 +221,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         panels[0].set_xlabel("seconds at a GPU's ratios")
         panels[0].set_ylabel("held-out success, mean of seeds")
         training = f"training is {100 * WORLDS[world].training:.0f} % of a step that waits"
-        panels[0].set_title(f"{training}; colors as on the right", loc="left", weight="bold")
+        panels[0].set_title(f"{training}; colors as on the right, light gray: not drawn", loc="left", weight="bold")
+        panels[0].set_ylim(0, 1.02)
         limit = rows[0]["runs"][0]["limit_s"]
         bars(
             panels[1],

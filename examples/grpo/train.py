@@ -305,8 +305,8 @@ class Training:
         said = f"reward {line['reward']:.3f}, length {line['length']:.0f}, {line['teaching']} groups teach, {took} s"
         print(f"step {line['step']}: {said}", flush=True)
         step.warnings += [f"{g.prompt_id} is incomplete: {g.reason}" for g in step.groups if g.status == "incomplete"]
-        if result is None:
-            step.warnings.append(f"nothing taught: rewards are all the same in each group, {line['reward']:.3f}")
+        idle = f"nothing taught: rewards are all the same in each group, {line['reward']:.3f}"
+        step.warnings += [] if result else [idle]
         for warning in sorted(set(step.warnings))[:5]:
             print(f"  warning: {warning}", flush=True)
         if self.progress.num_idle >= MOST_IDLE_STEPS:
@@ -322,41 +322,43 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--serve-flags", help="more flags of `vllm-rollout serve` for --serve, quoted as for a shell")
     add("--url", default="http://127.0.0.1:8000", help="URL of a running server. Default: %(default)s")
     add("--nccl", action="store_true", help="send weights to a server on other GPUs by NCCL, not by disk")
-    add("--patience", type=float, default=600, help="seconds to wait for a lost server, or for a batch of --feed")
-    add("--task", choices=TASKS, default="chain", help="digit_sum is for chat models")
+    add("--patience", type=float, default=600, help="seconds to wait for a server or a batch. Default: %(default)s")
+    add("--task", choices=TASKS, default="chain", help="digit_sum is for chat models. Default: %(default)s")
     add = parser.add_argument_group("learning").add_argument
-    add("--algorithm", choices=ALGORITHMS, default="grpo", help="default: grpo")
-    add("--steps", type=int, default=25)
-    add("--seed", type=int, default=1, help="seed of the problems, and with --seeded of their answers")
+    add("--algorithm", choices=ALGORITHMS, default="grpo", help="Default: %(default)s")
+    add("--steps", type=int, default=25, help="updates of the weights. Default: %(default)s")
+    add("--seed", type=int, default=1, help="seed of problems, with --seeded of answers too. Default: %(default)s")
     add("--seeded", action="store_true", help="sample answers with seeds, so that a run can be repeated")
-    add("--prompts", type=int, default=16, help="groups per step")
-    add("--group-size", type=int, default=8, help="answers returned per group")
-    add("--max-tokens", type=int, default=512, help="length cap of an answer")
-    add("--lr", type=float, default=3e-4)
-    add("--lora", type=int, default=0, metavar="RANK", help="train only LoRA matrices of this rank (pip install peft)")
-    add("--micro-tokens", type=int, default=4096, help="tokens per forward pass: fewer need less memory")
-    add("--evaluate-every", type=int, default=5, metavar="STEPS")
-    add("--held-out", type=int, default=256, help="problems per evaluation, two answers each")
+    add("--prompts", type=int, default=16, help="groups per step. Default: %(default)s")
+    add("--group-size", type=int, default=8, help="answers returned per group. Default: %(default)s")
+    add("--max-tokens", type=int, default=512, help="length cap of an answer. Default: %(default)s")
+    add("--lr", type=float, default=3e-4, help="learning rate. Default: %(default)s")
+    add("--lora", type=int, default=0, metavar="RANK", help="only LoRA matrices (pip install peft). Default: none")
+    add("--micro-tokens", type=int, default=4096, help="per forward pass: fewer need less memory. Default: %(default)s")
+    add("--evaluate-every", type=int, default=5, metavar="STEPS", help="Default: %(default)s")
+    add("--held-out", type=int, default=256, help="problems per evaluation, two answers each. Default: %(default)s")
     add = parser.add_argument_group("what the server is asked for: one flag per feature").add_argument
     add("--race", action="store_true", help="as many spare candidates as --group-size: the first to finish count")
-    add("--redundancy", type=lambda n: n if n == "auto" else int(n), help="number of spare candidates, or auto")
+    add("--redundancy", help="spare candidates, or auto. Default: 0, with --race or --dual-end the group size")
     add("--dual-end", type=float, nargs="?", const=1.5, metavar="PATIENCE", help="the shortest answers and the longest")
     add("--prune", nargs="?", const="gradient", choices=PRUNING, help="twice as many, half are stopped. shadow: none")
-    add("--detection-length", type=int, default=24, help="tokens after which --prune judges candidates")
+    add("--detection-length", type=int, default=24, help="tokens after which --prune judges. Default: %(default)s")
     add("--rounds", action="store_true", help="short rounds, and a long one for prompts that took too long")
-    add("--speculation", type=float, default=1.25, help="factor of --rounds for prompts and for answers")
+    add("--speculation", type=float, default=1.25, help="of --rounds, for prompts and answers. Default: %(default)s")
     add("--resume", action="store_true", help="long rounds of --rounds continue the answers that exist")
-    add("--feed", action="store_true", help="asynchronous: batches of a feed, whose generation never stops")
-    add("--max-staleness", type=int, default=1, help="of --feed: most updates from a group's start to its batch")
-    add("--correct", choices=CORRECTIONS, default="clip", help="correction of tokens that older weights sampled")
+    add("--feed", action="store_true", help="asynchronous, by a feed. Not with --rounds, --stream, --audit-ratio")
+    add("--max-staleness", type=int, default=1, help="of --feed: most updates to a group's batch. Default: %(default)s")
+    add("--correct", choices=CORRECTIONS, default="clip", help="tokens of older weights. Default: %(default)s")
     add("--stopped-teach", action="store_true", help="train on stopped candidates as wrong answers, or by score")
-    add("--audit-ratio", type=float, help="share of groups in which no candidate is stopped")
+    add("--audit-ratio", type=float, help="share of groups in which no candidate is stopped. Default: 0")
     add("--stream", action="store_true", help="compute a group's gradient as soon as the group ends")
     args = parser.parse_args(words)
     given = {flag for flag, value in vars(args).items() if value != parser.get_default(flag)}
-    filters = args.algorithm == "dapo" and (args.feed or args.rounds)  # by rewards that differ
-    least = {**LEAST, "group_size": 2 if filters else 1}
+    spare = args.redundancy or "auto"
+    args.redundancy = int(spare) if spare.isdecimal() else args.redundancy
+    least = {**LEAST, "group_size": 1 + (args.algorithm == "dapo" and (args.feed or args.rounds))}  # rewards differ
     wrong = [f"--{flag} must be at least {n}, got {had}" for flag, n in least.items() if (had := vars(args)[flag]) < n]
+    wrong += [f"--redundancy must be a number from 0, or auto, got {spare!r}"] * (spare == args.redundancy != "auto")
     wrong += [f"--{flag} needs --{other}" for flag, other in NEEDS if flag in given and other not in given]
     wrong += [f"--{flag} does not go with --{other}" for flag, other in NOT_WITH if {flag, other} <= given]
     if args.feed and "allow_fewer" in rollout_fields(args)[1].get("pruning", {}):

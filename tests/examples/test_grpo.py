@@ -308,6 +308,8 @@ def test_a_run_is_told_of_speculation_and_filtering() -> None:
         ("--held-out 0", "--held-out must be at least 1, got 0"),
         ("--prompts 0", "--prompts must be at least 1, got 0"),
         ("--max-tokens 0", "--max-tokens must be at least 1, got 0"),
+        ("--redundancy x", "--redundancy must be a number from 0, or auto, got 'x'"),
+        ("--redundancy -1", "--redundancy must be a number from 0, or auto, got '-1'"),
         ("--feed --max-staleness -1", "--max-staleness must be at least 0, got -1"),
     ],
 )

@@ -72,6 +72,8 @@ async def test_the_page_shows_lengths_and_rewards_by_fate_and_a_warning(app, htt
             return text(page, "feed <img")
 
     said = await asyncio.to_thread(look)
-    for part in ("1\nbatches", "trained\t3\t", "warning: trained groups are short", "weights with a new name"):
+    capacity = f"{feed['capacity']} more groups may start before the next update."
+    waits = f"The next batch waits for weights with a new name. {capacity}"
+    for part in ("1\nbatches", "trained\t3\t", "warning: trained groups are short", waits, "A batch takes 3"):
         assert part in said
     assert "dropped\t" not in said

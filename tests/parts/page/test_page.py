@@ -160,6 +160,7 @@ def test_now_shows_groups_ranks_rounds_and_moves(browser: Any) -> None:
         assert "r\t2\tlong\t2\t2\tshort" in told
         assert "for a long round of r wait a, b and 5 more" in told
         assert "q5\t4.5 s\t0" in told
+        assert "6 ended by themselves, 1 cut at max_tokens, 1 failed" in told
         assert "0.444\nmean reward" in told  # 3 of 8, and the one that was posted
         before = drawn(page)
         assert before > 20_000
@@ -449,6 +450,21 @@ def test_what_is_learned_is_made_of_rewards_that_are_there(browser: Any) -> None
 
 
 @needs_browser
+def test_candidates_of_equal_length_are_in_one_row_of_what_is_learned(browser: Any) -> None:
+    group = over(0, lengths=[10] * 6 + [20, 30] + [5] * 8)
+    with looking(browser, Feed([SERVER, event_of("rollout", rollout("equal", group)), RANKS]), "#learned") as page:
+        told = text(page, "10 tokens\t6\t0.500")
+        assert "20 to 30 tokens\t2\t0.000" in told
+        assert told.count(" tokens\t") == 2
+
+
+@needs_browser
+def test_a_rollout_without_a_group_says_so(browser: Any) -> None:
+    with looking(browser, Feed([SERVER, event_of("rollout", rollout("new")), RANKS]), "#group/new") as page:
+        text(page, "No group of this rollout has begun.")
+
+
+@needs_browser
 @pytest.mark.parametrize("where", ["#constructor/x", "#%", "#now/unknown", "#group/race/x"])
 def test_an_address_that_nobody_wrote_leaves_the_page_alive(browser: Any, where: str) -> None:
     with looking(browser, Feed(RACE), where) as page:
@@ -654,7 +670,7 @@ def test_a_feed_that_ends_is_read_again_from_the_start(browser: Any) -> None:
         text(page, "not connected: the server has ended the feed", "#status")
         feed.events = [SERVER, event_of("rollout", rollout("new", over(0), num_prompts=1))]
         feed.ends_after = None
-        text(page, "1\nof 1 groups complete")
+        text(page, "1\nof 1 group complete")
         text(page, "live", "#status")
         assert feed.num_connected >= 2
 

@@ -603,7 +603,7 @@ def test_a_head_that_does_not_fit_is_said_and_changes_nothing():
     assert refused(rank, "set_quality_head", other.heads.export(HeadKey(LENGTH))).status == 409
     head = Engine(rank).set_quality_head(learned(4).heads.export(HeadKey(LENGTH)))
     assert head == rank.heads.infos()[0]
-    with pytest.raises(RequestError, match="nothing for 99"):
+    with pytest.raises(RequestError, match=f"no trained quality head for 99, only for {LENGTH}"):
         Engine(rank).quality_head(99)
 
 
@@ -696,7 +696,7 @@ def test_what_is_told_of_one_adapter_leaves_the_others_and_the_base_model_alone(
     assert engine.quality_head(None)[0].num_labels == 120
     assert engine.learning_report(None, "a").adapter == "a"
     assert [prompt.key for prompt in engine.known_prompts("a")] == [f"id:a7at{LENGTH}", f"id:a1at{LENGTH}"]
-    with pytest.raises(RequestError, match="nothing for any"):
+    with pytest.raises(RequestError, match="there is no report yet"):
         engine.learning_report(None, "unheard of")
     assert engine.known_prompts("unheard of") == []
     nothing = ranks[0].call(LENGTH_HISTORY, LengthsToLookUp(["id:x"], "unheard of"))

@@ -43,8 +43,9 @@ from vllm_rollout.private_file import private_folder
 logger = init_logger("vllm.vllm_rollout")
 
 EPILOG = f"""
-Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts with its endpoints for rewards,
-quality heads, votes and state, and rollout_* fields in vllm_xargs of the OpenAI endpoints.
+Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts, more endpoints under /v1 for
+runs, feeds, sessions, groups, rewards, votes, weights, engines and learned state, and rollout_* fields in vllm_xargs of
+the OpenAI endpoints.
 """
 
 
@@ -149,9 +150,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-state",
         metavar="FOLDER",
-        help="Keep in this folder the server's runs and learned state: calibration, quality heads and lengths. "
+        help="Keep in this folder the server's runs, feeds and learned state: calibration, quality heads and lengths. "
         "Learned state is loaded at start. It is written while it changes, every 30 s at most, and when the server "
-        "stops. Runs are written with every round. Default: a restart forgets both.",
+        "stops. Runs and feeds are written as they change. Default: a restart forgets all.",
     )
     group.add_argument(
         "--rollout-admin-key",

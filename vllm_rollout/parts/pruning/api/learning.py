@@ -176,7 +176,7 @@ class EngineLearning(LearningPart):
     async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
         trained = [head for head in await self._heads() if head.version and head.adapter == adapter]
         heads = {head.detection_length: head for head in trained}
-        length = self._choose(detection_length, heads, "a trained quality head")
+        length = self._choose(detection_length, heads, "trained quality head")
         data = await self._read_head(heads[length].key)
         if data is None:
             raise RequestError(f"no quality head is trained for detection_length {length}.", status=404)
@@ -208,7 +208,7 @@ class EngineLearning(LearningPart):
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
         learned = [each for each in chain(*await self._calls.call_all(LEARNED, None)) if each.head.adapter == adapter]
         known = {each.head.detection_length: each for each in learned}
-        length = self._choose(detection_length, known, "anything learned")
+        length = self._choose(detection_length, known, "report")
         key = HeadKey(length, adapter)
         # Every rank's calibration has every label. Verdicts and awaited rewards each rank has only of its own.
         found = [each for each in learned if each.head == key]
@@ -349,11 +349,10 @@ class EngineLearning(LearningPart):
                 )
         elif detection_length in known:
             return detection_length
-        there_is = f"there is {what} for {named}" if known else f"there is not {what} yet"
-        asked = "any" if detection_length is None else detection_length
+        where = f"for {detection_length}, only for {named}" if known else "yet"
         raise RequestError(
-            f"detection_length: nothing for {asked}; {there_is}. Run rollouts with pruning (mode "
-            "shadow stops nothing) and post their rewards.",
+            f"detection_length: there is no {what} {where}. Run rollouts with pruning (mode shadow stops nothing) and "
+            "post their rewards.",
             status=HTTPStatus.NOT_FOUND,
             param="detection_length",
         )

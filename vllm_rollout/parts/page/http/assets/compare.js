@@ -47,7 +47,7 @@ function shares(lengths, moments) {
 
 export function show(root, context) {
   const chosen = el("p"), numbers = el("div"), plot = el("div", { className: "chart" });
-  root.append(chosen, numbers, el("h2", { textContent: "share of candidates that ended by themselves by then" }), plot);
+  root.append(chosen, numbers, el("h2", { textContent: "share of candidates of at most this length, without the stopped ones" }), plot);
   let drawn = "";
 
   return function draw() {

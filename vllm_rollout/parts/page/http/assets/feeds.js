@@ -9,16 +9,17 @@ const WAITS = {
 };
 
 function feedOf(feed) {
-  const { meter } = feed, shown = FATES.filter((fate) => meter[fate].num_groups || fate === "admitted");
+  const { meter, capacity } = feed, shown = FATES.filter((fate) => meter[fate].num_groups || fate === "admitted");
   return el("section", {},
     el("h2", {}, "feed ", foreign(feed.id)),
     tiles([
       ["batches", number(feed.num_batches)], ["updates of the weights", number(feed.version)],
-      [`groups of ${number(feed.batch)} complete`, number(feed.num_complete)],
+      [`groups are complete. A batch takes ${number(feed.batch)}`, number(feed.num_complete)],
       ["groups run", number(feed.num_running)], ["prompts wait", number(feed.num_waiting)],
     ]),
-    el("p", { className: "soft", textContent: `staleness at most ${number(feed.max_staleness)} (${feed.on_stale}); `
-      + `the next batch waits for ${WAITS[feed.waits_for]}` }),
+    el("p", { className: "soft", textContent: `Staleness is at most ${number(feed.max_staleness)} (${feed.on_stale}). `
+      + `The next batch waits for ${WAITS[feed.waits_for]}. `
+      + `${capacity ? number(capacity) : "No"} more ${capacity === 1 ? "group" : "groups"} may start before the next update.` }),
     table(["groups", "number", "mean tokens", "mean reward"], shown.map((fate) => [
       fate, number(meter[fate].num_groups), number(meter[fate].mean_tokens, 1), number(meter[fate].mean_reward, 3)])),
     feed.warning ? el("p", { textContent: `warning: ${feed.warning}` }) : "");

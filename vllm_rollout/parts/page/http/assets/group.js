@@ -58,10 +58,10 @@ function ofRollout(root, context) {
     context.redraw();
   }
 
-  function none() {
+  function none(why) {
     [shown, asked, drawn, looks.length] = ["", "", "", 0];
     body.replaceChildren();
-    head.replaceChildren("There is no such group here. Choose one in the view now: arrow keys, then Enter.");
+    head.replaceChildren(why);
   }
 
   // Whoever looks the same stays, with the focus and as far as it was scrolled; of one that runs the newest text is seen.
@@ -78,7 +78,8 @@ function ofRollout(root, context) {
     const rollout = context.rollout();
     const position = Number(context.args[1] ?? Math.min(...(rollout?.prompts.keys() ?? [0])));
     const prompt = rollout?.prompts.get(position);
-    if (!prompt) return none();
+    if (rollout?.prompts.size === 0) return none("No group of this rollout has begun.");
+    if (!prompt) return none("There is no such group here. Choose one in the view now: arrow keys, then Enter.");
     if (shown !== `${rollout.rollout_id} ${position}`) [shown, texts, why] = [`${rollout.rollout_id} ${position}`, null, ""];
     const ended = prompt.ends.filter((end) => end !== "running").length;
     const state = `${rollout.rollout_id} ${position} ${ended} ${prompt.status}`;

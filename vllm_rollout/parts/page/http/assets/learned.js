@@ -10,10 +10,12 @@ function byLength(model) {
   const graded = [...model.rollouts.values()].flatMap((rollout) => [...candidatesOf(rollout)])
     .filter(({ reward }) => reward !== null).sort((a, b) => a.tokens - b.tokens);
   if (graded.length < 8) return el("p", { className: "soft", textContent: "Fewer than 8 rewards are known." });
-  const quarters = [0, 1, 2, 3].map((quarter) =>
-    graded.slice(Math.floor((quarter * graded.length) / 4), Math.floor(((quarter + 1) * graded.length) / 4)));
-  return table(["lengths", "candidates", "mean reward"], quarters.map((each) => [
-    `${number(each[0].tokens)} to ${number(each.at(-1).tokens)} tokens`, number(each.length),
+  // Equal lengths stay together, so a quarter may be empty.
+  const most = [0.25, 0.5, 0.75, 1].map((share) => graded[Math.ceil(share * graded.length) - 1].tokens);
+  const quarters = most.map((to, i) => graded.filter(({ tokens }) => tokens <= to && !(i && tokens <= most[i - 1])));
+  const range = (from, to) => (from === to ? `${number(to)} tokens` : `${number(from)} to ${number(to)} tokens`);
+  return table(["lengths", "candidates", "mean reward"], quarters.filter((each) => each.length).map((each) => [
+    range(each[0].tokens, each.at(-1).tokens), number(each.length),
     number(each.reduce((sum, { reward }) => sum + reward, 0) / each.length, 3)]));
 }
 
@@ -25,7 +27,7 @@ function signals(report) {
 }
 
 function audits({ num_labels: n, positive_ratio: all, raced_positive_ratio: others }) {
-  return el("p", { textContent: n ? `Audits, where nobody is stopped: ${percent(all)} of ${number(n)} labels are right, `
+  return el("p", { textContent: n ? `Audits, where no candidate is stopped: ${percent(all)} of ${number(n)} labels are right, `
     + `${percent(others)} elsewhere.` : "No audit has labels yet." });
 }
 

@@ -3,7 +3,7 @@ import { bar, fit, legend, palette } from "./draw.js";
 import { el, foreign, number, safe, table, tiles } from "./dom.js";
 import { showFeeds } from "./feeds.js";
 import { sessionsView } from "./sessions.js";
-import { ENDS, WORDS, measures, secondsOf } from "./state.js";
+import { ENDS, MANY, WORDS, measures, secondsOf } from "./state.js";
 
 const CELL = 78, LABEL = 15, GAP = 12, MARKS = 9;
 // Rows that are drawn at most: a browser draws nothing on a canvas of some ten thousand pixels.
@@ -21,11 +21,12 @@ function ranksOf(model) {
 }
 
 function toldOf(prompt) {
-  const counts = ENDS.map((end) => [prompt.ends.filter((each) => each === end).length, WORDS[end]]).filter(([n]) => n);
+  const counts = ENDS.map((end) => [prompt.ends.filter((each) => each === end).length, end]).filter(([n]) => n);
   const where = prompt.rank === null || prompt.rank === undefined ? "" : `, rank ${prompt.rank}`;
   const why = prompt.reason ? ` (${safe(prompt.reason)})` : "";
   return `${where}: ${prompt.status ?? "over"}${why}, longest ${number(Math.max(...prompt.lengths))} tokens; `
-    + counts.map(([n, word]) => `${n} ${word}`).join(", ") + (prompt.audit ? "; an audit: nobody is stopped" : "");
+    + counts.map(([n, end]) => `${n} ${(n > 1 ? MANY : WORDS)[end]}`).join(", ")
+    + (prompt.audit ? "; an audit: no candidate is stopped" : "");
 }
 
 // As many as there is room for, those that run first, in the order in which they were given.
@@ -119,9 +120,11 @@ export function show(root, context) {
     const queued = rollout.state === "running" ? rollout.num_prompts - rollout.prompts.size : 0;
     const round = rollout.run ? `${rollout.kind}, ${rollout.round} of ` : null;
     summary.replaceChildren(
+      model.feeds.length ? el("h2", {}, "rollout ", foreign(rollout.rollout_id)) : "",
+      model.feeds.length ? el("p", { className: "soft", textContent: "Each group of a feed is a rollout of its own." }) : "",
       tiles([
         [rollout.state === "running" ? "seconds so far" : "seconds", number(secondsOf(model, rollout), 1)],
-        [`of ${number(rollout.num_prompts)} groups complete`, number(complete)],
+        [`of ${number(rollout.num_prompts)} ${rollout.num_prompts === 1 ? "group" : "groups"} complete`, number(complete)],
         [`of ${number(rollout.num_candidates)} candidates run`, number(ends.running)],
         ...(queued > 0 ? [["groups wait for places", number(queued)]] : []),
         ["tokens", number(generated)],

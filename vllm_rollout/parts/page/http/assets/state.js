@@ -5,6 +5,9 @@ export const WORDS = {
   running: "runs", stop: "ended by itself", length: "cut at max_tokens", surplus: "stopped: the race was over",
   pruned: "stopped by its score", deferred: "stopped: deferred", failed: "failed",
 };
+export const MANY = {
+  ...WORDS, running: "run", stop: "ended by themselves", pruned: "stopped by their scores",
+};
 const MOST_ROLLOUTS = 64;
 const MOST_MOVES = 200;
 
