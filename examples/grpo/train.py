@@ -354,7 +354,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--stream", action="store_true", help="compute a group's gradient as soon as the group ends")
     args = parser.parse_args(words)
     given = {flag for flag, value in vars(args).items() if value != parser.get_default(flag)}
-    spare = args.redundancy or "auto"
+    spare = "auto" if args.redundancy is None else args.redundancy
     args.redundancy = int(spare) if spare.isdecimal() else args.redundancy
     least = {**LEAST, "group_size": 1 + (args.algorithm == "dapo" and (args.feed or args.rounds))}  # rewards differ
     wrong = [f"--{flag} must be at least {n}, got {had}" for flag, n in least.items() if (had := vars(args)[flag]) < n]

@@ -203,12 +203,14 @@ def test_kv_of_a_feeds_groups_is_computed_again_where_the_feed_says_so(
     sampling = {"max_tokens": 900, "ignore_eos": True, "seed": 5}
     fields: dict[str, Any] = {"on_update": on_update, "include": ["logprobs"], "sampling_params": sampling}
     with RolloutClient(str(changing.http.base_url)) as client, client.feed(2, 1, max_staleness=1, **fields) as feed:
+        before = changing.counter("vllm:generation_tokens_total")
         feed.put([{"prompt_token_ids": PROMPTS[1]}])
-        changing.wait_until(lambda: changing.num_in_engine >= 2)
+        changing.wait_until(lambda: changing.counter("vllm:generation_tokens_total") > before)
         client.give_weights(folders[1], "second", kv="keep")
         (group,) = feed.batch().groups
     for each in group.trajectories:
-        _, new = each.weight_versions
+        old, new = each.weight_versions
+        assert (old["version"], new["version"]) == ("first", "second")
         trajectory = {"token_ids": each.token_ids, "logprobs": each.logprobs}
         worst_new = worst(folders[1], PROMPTS[1], trajectory, begin=new["start"])
         assert (worst_new < TOLERANCE) == (on_update == "recompute"), worst_new

@@ -191,14 +191,16 @@ class IncrementalLogprobs:
             mask[row, past : past + num_new] = 1
         with torch.set_grad_enabled(self.keep_activations):
             cache, fresh = self._joined_cache(batch, past)
-            logits = self.model(
-                input_ids=token_ids.to(self._device),
-                attention_mask=mask.to(self._device),
-                position_ids=positions.to(self._device),
-                past_key_values=cache,
-                use_cache=True,
-            ).logits  # [num_trajectories, width, vocabulary]
-            del cache.update  # it refers to the cache, which else lives until the next garbage collection
+            try:
+                logits = self.model(
+                    input_ids=token_ids.to(self._device),
+                    attention_mask=mask.to(self._device),
+                    position_ids=positions.to(self._device),
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits  # [num_trajectories, width, vocabulary]
+            finally:
+                del cache.update  # it refers to the cache, which else lives until the next garbage collection
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
             total = logits.logsumexp(-1)
             logprobs = logits.gather(-1, targets.to(self._device)[..., None])[..., 0] - total

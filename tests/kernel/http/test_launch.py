@@ -131,6 +131,22 @@ async def test_a_group_that_starts_again_keeps_the_places_that_came_meanwhile_fo
 
 
 @pytest.mark.parametrize("name", ["take_more", "take_again"])
+async def test_a_group_that_has_begun_does_not_wait_for_later_ones_of_its_source(name):
+    launcher, feed = Launcher(4), Asker(source="feed")
+    first, second = await launcher.take(2, feed), await launcher.take(2, feed)
+    later = [asyncio.create_task(launcher.take(2, feed)) for _ in range(3)]
+    await asyncio.sleep(0)
+    again = asyncio.create_task(getattr(first, name)(2))
+    await asyncio.sleep(0)
+    second.release_all()
+    (await later[0]).release_all()
+    await asyncio.wait_for(again, DEADLINE_S)
+    assert not later[2].done()
+    for task in later:
+        task.cancel()
+
+
+@pytest.mark.parametrize("name", ["take_more", "take_again"])
 async def test_what_a_group_takes_later_it_takes_by_the_priority_of_its_rollout(name):
     launcher = Launcher(8)
     first = await launcher.take(4, Asker(-1))

@@ -2,10 +2,11 @@
 
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.kernel.rules.launch import Asker, LaunchWindow, num_launch_places
+from vllm_rollout.kernel.rules.launch import Asker, LaunchWindow, Turn, num_launch_places
 
 
 def test_several_api_processes_share_what_waits_and_each_fills_the_ranks_alone():
@@ -53,39 +54,49 @@ def test_every_group_starts_once_in_order_and_all_places_come_back(
     assert (window.num_taken, window.num_waiting) == (0, 0)
 
 
-ASKERS = st.builds(Asker, st.integers(-1, 0), st.sampled_from(["a", "b", None]))
-
-
-@given(st.lists(ASKERS, max_size=60), st.integers(0, 2**32))
-def test_no_group_waits_for_all_groups_of_another_source(askers: list[Asker], seed: int) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_source_and_rollouts_take_turns_whoever_comes_and_leaves(seed: int) -> None:
+    """Groups of a source start in their order. A rollout waits for each source once, and for rollouts before it."""
     rng = Random(seed)
     window = LaunchWindow(1)
     window.ask(1)
-    started, num_before = window.admit(), {}
-    while askers or window.num_waiting:
-        if askers and rng.random() < 0.6:
-            num_before[window.ask(1, askers.pop())] = len(started)
-        else:
-            window.release(1)
-            started += window.admit()
-    for asker in {turn.asker for turn in num_before}:
-        asked = [turn for turn in num_before if turn.asker == asker]
-        assert asked == [turn for turn in started if turn in num_before and turn.asker == asker]
-    for turn in (turn for turn in num_before if turn.asker.source is None):
-        waited_for = [each.asker for each in started[num_before[turn] : started.index(turn)]]
-        assert all(waited_for.count(turn.asker._replace(source=source)) <= 2 for source in "ab")
+    started, asked, waiting = window.admit(), dict[Turn, int](), list[Turn]()
+    for _ in range(400):
+        match rng.choice(("ask", "ask", "end", "end", "withdraw")):
+            case "ask" if len(waiting) < 40:
+                waiting.append(window.ask(1, Asker(rng.randrange(-1, 1), rng.choice(["a", "b", None]))))
+                asked[waiting[-1]] = len(started)
+            case "withdraw" if waiting:
+                window.withdraw(waiting.pop(rng.randrange(len(waiting))))
+            case "end" if window.num_taken:
+                window.release(1)
+                for turn in window.admit():
+                    waiting.remove(turn)
+                    started.append(turn)
+        assert window.num_waiting == len(waiting)
+    for asker in {turn.asker for turn in asked}:
+        its = [turn for turn in started[1:] if turn.asker == asker]
+        assert its == [turn for turn in asked if turn in its]
+    for turn in (turn for turn in started[1:] if turn.asker.source is None):
+        before = [each.asker for each in started[asked[turn] : started.index(turn)]]
+        assert all(before.count(Asker(turn.asker.priority, source)) <= 1 for source in "ab")
 
 
-def test_a_source_does_not_wait_for_others_that_never_end() -> None:
-    window = LaunchWindow(1)
+@pytest.mark.parametrize("num_others", [1, 3])
+def test_a_source_does_not_wait_for_rollouts_that_never_end(num_others: int) -> None:
+    window, feed = LaunchWindow(1), Asker(source="feed")
     window.ask(1)
     window.admit()
-    feed = [window.ask(1, Asker(source="feed")) for _ in range(4)]
-    for _ in range(3):
+    for _ in range(20):
+        window.ask(1, feed)
+    withdrawn = [window.ask(1, feed) for _ in range(20)]
+    for _ in range(num_others):
         window.ask(1)
-    for _ in range(4 * 4):
+    for turn in withdrawn:
+        window.withdraw(turn)
+    started = []
+    for _ in range(100):
         window.release(1)
-        window.admit()
-        if not all(turn.admitted for turn in feed):
-            window.ask(1)
-    assert all(turn.admitted for turn in feed)
+        started += [turn.asker.source for turn in window.admit()]
+        window.ask(1, feed if started[-1] else Asker())
+    assert started == [*["feed", *[None] * num_others] * 100][:100]

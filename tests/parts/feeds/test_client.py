@@ -84,18 +84,21 @@ def test_feeds_are_listed_and_one_whose_trainer_has_gone_is_deleted(client: Roll
     kept.delete()
 
 
-@pytest.mark.parametrize(("seconds", "num_requests"), [(100.0, 5), (0.1, 3)])
-async def test_the_wait_for_a_lost_server_begins_at_its_loss(monkeypatch, seconds: float, num_requests: int) -> None:
-    """A proxy that cuts connections after a while is no lost server. One that cuts them at once is."""
-    clock = [0.0]
+CUTS = {"amid an idle wait": (100.0, 5, 5), "for longer than it waits": (250.0, 99, 3), "at once": (0.1, 99, 3)}
+"""Seconds after which a connection is cut, the request that is answered, and the number of requests."""
+
+
+@pytest.mark.parametrize("when", CUTS)
+async def test_the_wait_for_a_lost_server_begins_at_its_loss(monkeypatch, when: str) -> None:
+    seconds, answered, num_requests = CUTS[when]
+    clock, sent = [0.0], list[float]()
     monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(feed_module, "POLL_INTERVAL_S", 50.0)
-    sent: list[Any] = []
 
     async def send(call: Any) -> Any:
-        sent.append(call)
+        sent.append(call.body["timeout_s"])
         clock[0] += seconds
-        if len(sent) < 5:
+        if len(sent) < answered:
             raise RolloutError(None, "cut", "ReadError")
         return SimpleNamespace(groups=[1])
 
@@ -103,9 +106,10 @@ async def test_the_wait_for_a_lost_server_begins_at_its_loss(monkeypatch, second
         clock[0] += seconds
 
     feed = AsyncFeed(SimpleNamespace(send=send, _sleep=sleep), SimpleNamespace(id="a", num_batches=0))
-    with nullcontext() if num_requests == 5 else pytest.raises(RolloutError, match="cut"):
+    with nullcontext() if answered == num_requests else pytest.raises(RolloutError, match="cut"):
         await feed.batch(key="k")
     assert len(sent) == num_requests
+    assert sent == sorted(sent, reverse=True), "a server has less time left, and then says what a batch waits for"
 
 
 def test_a_batch_is_asked_for_again_by_its_key(client: RolloutClient) -> None:

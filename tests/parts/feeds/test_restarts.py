@@ -425,7 +425,9 @@ async def test_a_client_finds_its_feed_again_and_its_groups_are_its_own(start: S
     after.add_middleware(ClientNamespaces)
     async with http_of(after) as http:
         assert (await http.get("/v1/feeds/a")).status_code == 404
+        assert (await http.get("/v1/feeds")).json()["data"] == []
         http.headers.update(mine)
+        assert [feed["id"] for feed in (await http.get("/v1/feeds")).json()["data"]] == ["a"]
         seen, prepare = [], after.state.rollout_service.prepare
 
         async def noted(request):

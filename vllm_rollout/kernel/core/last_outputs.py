@@ -27,11 +27,11 @@ def empty_output(request: Request) -> EngineCoreOutput:
 def put(outputs: dict[int, EngineCoreOutputs], request: Request, output: EngineCoreOutput) -> None:
     """Send the last output of a request to its client.
 
-    vLLM's times of the request need the time when it was scheduled first. If it never was, that is now.
+    vLLM's times of a request need the time when it was scheduled first. If it never was, that is now.
     """
     step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
-    scheduled = EngineCoreEvent(EngineCoreEventType.SCHEDULED, step_outputs.timestamp)
-    output.events = [*(output.events or request.take_events() or []), scheduled]
+    if any(event.type == EngineCoreEventType.QUEUED for event in output.events or ()):  # its first output, too
+        output.events = [*output.events, EngineCoreEvent(EngineCoreEventType.SCHEDULED, step_outputs.timestamp)]
     # The default list of an EngineCoreOutputs is shared, so it is not appended to.
     step_outputs.outputs = [*step_outputs.outputs, output]
 

@@ -14,7 +14,7 @@ class Places:
 
     def __init__(self, launcher: Launcher, num_candidates: int, asker: Asker) -> None:
         self._launcher = launcher
-        self._asker = asker
+        self._asker = asker._replace(source=None)  # a group that has begun waits for no later one of its source
         self.num_held = num_candidates
 
     def release(self, num_candidates: int) -> None:

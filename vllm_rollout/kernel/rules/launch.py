@@ -2,14 +2,15 @@
 
 A prompt that waits here costs nothing in the engine.
 
-Invariant: groups with a lower priority number start first, and those of one priority and one asker in the order of
-their requests. Askers take turns. Admitted candidates never exceed the places, unless a single group is larger than
-all places.
+Invariant: groups with a lower priority number start first, and those of one asker in the order of their requests. A
+source of many groups has one turn in the line, as a rollout has that asks for one group at a time. Admitted candidates
+never exceed the places, unless a single group is larger than all places.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,8 +43,6 @@ class Turn:
 
     num_candidates: int
     asker: Asker
-    round: int
-    """Turns of one priority start by their rounds. A source has one turn in each."""
     admitted: bool = False
 
 
@@ -53,26 +52,34 @@ class LaunchWindow:
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
         self.num_taken = 0
-        self._waiting: list[Turn] = []
+        self._line: list[Turn] = []
+        self._behind: dict[Asker, deque[Turn]] = {}
+        """Later turns of each source that has a turn in the line."""
 
     @property
     def num_waiting(self) -> int:
         """Number of groups that wait for admission."""
-        return len(self._waiting)
+        return len(self._line) + sum(map(len, self._behind.values()))
 
     def ask(self, num_candidates: int, asker: Asker = ALONE) -> Turn:
-        before = [turn for turn in self._waiting if turn.asker.priority == asker.priority]
-        num_own = 0 if asker.source is None else sum(turn.asker.source is asker.source for turn in before)
-        turn = Turn(num_candidates, asker, before[0].round + 1 + num_own if before else 0)
-        insort(self._waiting, turn, key=lambda other: (other.asker.priority, other.round))
+        turn = Turn(num_candidates, asker)
+        if (behind := self._behind.get(asker)) is not None:
+            behind.append(turn)
+        else:
+            if asker.source is not None:
+                self._behind[asker] = deque()
+            self._join(turn)
         return turn
 
     def withdraw(self, turn: Turn) -> None:
         """Withdraw a group that will not start. If it was admitted, its places become free."""
         if turn.admitted:
             self.release(turn.num_candidates)
+        elif turn not in self._line:
+            self._behind[turn.asker].remove(turn)
         else:
-            self._waiting.remove(turn)
+            place = self._line.index(turn)
+            self._line[place : place + 1] = self._next(turn.asker)
 
     def release(self, num_candidates: int) -> None:
         """Free the places of candidates that have ended."""
@@ -81,8 +88,10 @@ class LaunchWindow:
     def admit(self) -> list[Turn]:
         """Admit the groups that may start now. A small group does not overtake a large group that waits before it."""
         admitted = []
-        while self._waiting and self._has_room(self._waiting[0].num_candidates):
-            turn = self._waiting.pop(0)
+        while self._line and self._has_room(self._line[0].num_candidates):
+            turn = self._line.pop(0)
+            for later in self._next(turn.asker):
+                self._join(later)
             turn.admitted = True
             self.num_taken += turn.num_candidates
             admitted.append(turn)
@@ -90,3 +99,13 @@ class LaunchWindow:
 
     def _has_room(self, num_candidates: int) -> bool:
         return self.num_taken == 0 or self.num_taken + num_candidates <= self.num_places
+
+    def _join(self, turn: Turn) -> None:
+        insort(self._line, turn, key=lambda other: other.asker.priority)
+
+    def _next(self, asker: Asker) -> list[Turn]:
+        """The next turn of a source, if there is one."""
+        if behind := self._behind.get(asker):
+            return [behind.popleft()]
+        self._behind.pop(asker, None)
+        return []

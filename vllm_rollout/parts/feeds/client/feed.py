@@ -100,16 +100,16 @@ class AsyncFeed(FeedMethods):
         if not key:
             with self._key() as key:
                 return await self.batch(drain=drain, key=key, timeout_s=timeout_s, reconnect_s=reconnect_s)
-        call = feed_calls.batch(self.id, key, drain=drain, timeout_s=timeout_s)
-        until = None
+        until, left_s = None, timeout_s
+        end = time.monotonic() + timeout_s
         while True:
             began = time.monotonic()
             try:
-                batch = await self._client.send(call)
+                batch = await self._client.send(feed_calls.batch(self.id, key, drain=drain, timeout_s=left_s))
             except RolloutError as error:
                 wait_s = error.retry_after_s or POLL_INTERVAL_S
-                if error.type in CUT and time.monotonic() > began + IDLE_S:
-                    until = None  # a server was there
+                if error.type in CUT and began + IDLE_S < time.monotonic() < end:  # a server was there
+                    until, left_s = None, max(end - time.monotonic(), 1.0)
                 until = until or time.monotonic() + reconnect_s
                 if not _may_pass(error) or time.monotonic() + wait_s > until:
                     raise

@@ -56,7 +56,7 @@ def feed(id: str) -> Call[FeedAnswer]:
 
 
 def feeds() -> Call[list[FeedAnswer]]:
-    """All feeds of the server, as they are now."""
+    """All feeds of this client's API key, as they are now."""
     return Call("GET", "/v1/feeds", lambda response: typed(FeedsAnswer)(response).data)
 
 

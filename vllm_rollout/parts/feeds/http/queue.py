@@ -11,7 +11,9 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.protocol import Prompt
 
 OBJECT_BYTES = 800
-"""Memory of a waiting prompt beside its text."""
+"""Memory of a waiting prompt beside its text and token ids."""
+TOKEN_BYTES = 32
+"""Memory of a token id beside its digits."""
 
 
 class WaitingPrompt(NamedTuple):
@@ -19,13 +21,14 @@ class WaitingPrompt(NamedTuple):
     """Number of the prompt among all that were put."""
     prompt: Prompt
     num_bytes: int
-    """Memory that it needs."""
+    """Memory that it needs, about."""
     is_long: bool = False
     """True if it was deferred, and starts in a long batch."""
 
     @classmethod
     def of(cls, turn: int, prompt: Prompt, *, is_long: bool = False) -> WaitingPrompt:
-        return cls(turn, prompt, len(as_json(prompt)) + OBJECT_BYTES, is_long)
+        num_bytes = OBJECT_BYTES + len(as_json(prompt)) + TOKEN_BYTES * len(prompt.prompt_token_ids or ())
+        return cls(turn, prompt, num_bytes, is_long)
 
 
 class PromptQueue:

@@ -45,14 +45,14 @@ def _feeds(request: Request) -> FeedService:
 async def create_feed(body: FeedRequest, request: Request) -> Response:
     """Create a feed. Prompts go in, batches of complete groups come out, and generation goes on in between.
 
-    A group may start while at most `(max_staleness + 1) * batch` groups run or are complete. A weights update makes
-    room for another batch. Filtered, failed and dropped groups give their places back.
+    A feed has `(max_staleness + 1) * batch` places, for groups that run, are complete or were taken. A weights update
+    frees the places of one taken batch. Filtered, failed and dropped groups give their places back.
     """
     answer, is_new = await _feeds(request).create(body)
     return json_response(answer, HTTPStatus.CREATED if is_new else HTTPStatus.OK)
 
 
-@router.get("/v1/feeds", summary="All feeds", response_model=FeedsAnswer, responses=ERRORS)
+@router.get("/v1/feeds", summary="All feeds of this API key", response_model=FeedsAnswer, responses=ERRORS)
 async def list_feeds(request: Request) -> Response:
     return json_response(await _feeds(request).read_all())
 

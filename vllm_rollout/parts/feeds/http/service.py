@@ -129,9 +129,10 @@ class FeedService:
         return feed_answer(found.feed)
 
     async def read_all(self) -> FeedsAnswer:
-        """The client's feeds as they are now. Raises: RequestError."""
-        ids = [id_of(name) for name in self._feeds if name == _name(id_of(name))]
-        return FeedsAnswer(data=[await self.read(id) for id in ids])
+        """The client's feeds as they are now, or as they were if the engine does not answer."""
+        await self.hear()
+        its = (found.feed for name, found in self._feeds.items() if name == _name(id_of(name)))
+        return FeedsAnswer(data=[feed_answer(feed) for feed in its])
 
     async def delete(self, id: str) -> None:
         """Delete a feed, and stop its groups. Raises: RequestError, 404, 507 if the feed is as it was."""
