@@ -108,17 +108,25 @@ async def test_nothing_starts_before_a_harness_comes(url, turns) -> None:
 
 
 async def test_turns_of_older_groups_come_first(url, turns) -> None:
+    updated = asyncio.Event()
+
     async def run(session: AgentSession) -> float:
         await session.chat([USER])
+        await updated.wait()
         (group,) = (each for each in turns.service._groups.values() if session.id in each.declared)
-        return float(group.priority)
+        return float(group.priority())
 
-    async with feed_at(url, batch=1) as feed, feed.agents(run):
-        for step in range(3):
-            await feed.put(prompts(1))
-            (group,) = (await feed.batch()).groups
-            assert [each.reward for each in group.trajectories] == [float(step)] * 2
-            update(turns, f"step-{step}")
+    async with feed_at(url) as feed, feed.agents(run):
+        await feed.put(prompts(1))
+        await eventually(lambda: any(each.declared for each in turns.service._groups.values()))
+        update(turns, "step-1")
+        await feed.put([{"id": "younger", "messages": [USER]}])
+        updated.set()
+        groups = (await feed.batch()).groups
+        assert [(group.born, [each.reward for each in group.trajectories]) for group in groups] == [
+            (0, [-1.0, -1.0]),
+            (1, [0.0, 0.0]),
+        ]
 
 
 async def test_harnesses_share_the_groups_and_one_that_goes_loses_its_own(url, turns, monkeypatch) -> None:

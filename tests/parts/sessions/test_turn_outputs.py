@@ -37,7 +37,7 @@ async def test_a_turn_of_a_session_that_has_ended_has_the_form_that_was_asked_fo
 
 @pytest.mark.parametrize(("asked", "priority"), [({}, 3), ({"priority": 0}, 3), ({"priority": -1}, -1)])
 def test_a_turn_has_its_groups_priority_unless_its_client_names_one(asked, priority):
-    turn = SimpleNamespace(group=SimpleNamespace(priority=3))
+    turn = SimpleNamespace(group=SimpleNamespace(priority=lambda: 3))
     assert options_of({**asked, "lora_request": None}, turn) == {"priority": priority, "lora_request": None}
 
 

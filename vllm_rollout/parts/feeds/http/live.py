@@ -154,6 +154,8 @@ class LiveFeed:
         self.is_held = was_held and name is None and before is not None
         if self.versions.is_new(name):
             dropped = [self._drop(number) for number in self.rule.updated()]
+            for group in self.running:
+                group.priority = group.born - self.rule.version
             gone, anew = ([], dropped) if self.request.on_stale == "defer" else (dropped, [])
             self.kept.left(gone, self.state, anew)
             if self.request.on_update == "stop":

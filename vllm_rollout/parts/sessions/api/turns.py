@@ -83,7 +83,7 @@ def params_of(params: SamplingParams, turn: OpenTurn) -> SamplingParams:
 
 def options_of(options: Mapping[str, Any], turn: OpenTurn) -> dict[str, Any]:
     """Other arguments of `generate`, with the group's priority unless the request has one of its own."""
-    return {**options, "priority": options.get("priority") or turn.group.priority}
+    return {**options, "priority": options.get("priority") or turn.group.priority()}
 
 
 def tag_of(turn: OpenTurn, params: SamplingParams) -> CandidateTag:

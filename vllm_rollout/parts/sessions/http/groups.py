@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, Protocol
@@ -150,8 +150,8 @@ class OpenGroup:
     """Start in Unix seconds."""
     rank: int | None = None
     """Rank of its last turn."""
-    priority: int = 0
-    """Priority of its turns, as vLLM's: a lower number comes first."""
+    priority: Callable[[], int] = int
+    """Gives the priority of a turn, as vLLM's: a lower number comes first. Without a feed it is 0."""
     model: str | None = None
     """Model that its first turn asked for."""
     declared: list[str] | None = None

@@ -137,7 +137,7 @@ class SessionRunner:
         sessions, prompt = self._sessions(), group.prompt.model_dump(mode="json", exclude_none=True)
         request = group_request(self._request, group.prompt, self._feed_id, is_long=group.is_long)
         its = sessions.declare(request, client_namespace())
-        its.priority = group.priority
+        its.priority = lambda: group.priority  # it grows older
         watched = its.watcher = harness.groups[its.id] = WatchedGroup(harness, its, group, prompt)
         harness.tell(*watched.declared)
         group.group_id = its.engine_id
