@@ -69,7 +69,7 @@ class AdmittedGroup:
     num_tokens: int = 0
     """New tokens of candidates that have ended."""
     priority: int = 0
-    """Of its next start or turn: minus the updates since its birth. Other rollouts have 0."""
+    """Minus the updates since its birth, for its next start or turn. Other rollouts have 0."""
     is_long: bool = False
     """True for a group of a long batch, which has no spare candidates."""
     version: int = 0
