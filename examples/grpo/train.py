@@ -305,8 +305,8 @@ class Training:
         said = f"reward {line['reward']:.3f}, length {line['length']:.0f}, {line['teaching']} groups teach, {took} s"
         print(f"step {line['step']}: {said}", flush=True)
         step.warnings += [f"{g.prompt_id} is incomplete: {g.reason}" for g in step.groups if g.status == "incomplete"]
-        idle = f"nothing taught: rewards are all the same in each group, {line['reward']:.3f}"
-        step.warnings += [] if result else [idle]
+        if result is None:
+            step.warnings.append(f"nothing taught: rewards are all the same in each group, {line['reward']:.3f}")
         for warning in sorted(set(step.warnings))[:5]:
             print(f"  warning: {warning}", flush=True)
         if self.progress.num_idle >= MOST_IDLE_STEPS:

@@ -2,9 +2,9 @@
 
 A prompt that waits here costs nothing in the engine.
 
-Invariant: groups with a lower priority number start first, and those of one asker in the order of their requests. A
-source of many groups has one turn in the line, as a rollout has that asks for one group at a time. Admitted candidates
-never exceed the places, unless a single group is larger than all places.
+Invariant: groups with a lower priority number start first. Groups of one asker start in the order of their requests.
+A source of many groups has one turn in the line, as a rollout has that asks for one group at a time. Admitted
+candidates never exceed the places, unless a single group is larger than all places.
 """
 
 from __future__ import annotations
