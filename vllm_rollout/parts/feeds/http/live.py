@@ -154,6 +154,8 @@ class LiveFeed:
         self.is_held = was_held and name is None and before is not None
         if self.versions.is_new(name):
             dropped = [self._drop(number) for number in self.rule.updated()]
+            for group in self.running:
+                group.priority = group.born - self.rule.version
             gone, anew = ([], dropped) if self.request.on_stale == "defer" else (dropped, [])
             self.kept.left(gone, self.state, anew)
             if self.request.on_update == "stop":
@@ -286,6 +288,7 @@ class LiveFeed:
     def _start(self, number: int) -> None:
         group = self.groups[number]
         group.version, group.began_with = self.rule.version, self.versions.name
+        group.priority = group.born - group.version
         task = self._context.run(spawn, self._run(number, group), "a group of a feed")
         task.add_done_callback(partial(self._forget, number))
         self._tasks[number] = task
@@ -315,7 +318,7 @@ class LiveFeed:
     async def _failure(self, number: int, group: AdmittedGroup) -> str | None:
         """Run a group. Returns the error for which its prompt fails. Raises: RequestError for one that may pass."""
         try:
-            await self.runner.run(number, group, lambda: group.born - self.rule.version)  # older groups come first
+            await self.runner.run(number, group)
         except RequestError as error:
             if error.status not in PASSING:
                 await self.check()

@@ -5,7 +5,7 @@ Invariant: a group's rollout is an ordinary one, so other parts race, prune and 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -68,6 +68,8 @@ class AdmittedGroup:
     """Candidates that have ended."""
     num_tokens: int = 0
     """New tokens of candidates that have ended."""
+    priority: int = 0
+    """Minus the updates since its birth, for its next start or turn. Other rollouts have 0."""
     is_long: bool = False
     """True for a group of a long batch, which has no spare candidates."""
     version: int = 0
@@ -127,8 +129,8 @@ class GroupRunner(Protocol):
     def num_harnesses(self) -> int:
         """Clients that run sessions."""
 
-    async def run(self, number: int, group: AdmittedGroup, priority: Callable[[], int]) -> None:
-        """Run a group to its end. `priority`: of its start or next turn, as vLLM's. Raises: RequestError."""
+    async def run(self, number: int, group: AdmittedGroup) -> None:
+        """Run a group to its end. Raises: RequestError."""
 
     def events(self, name: str | None) -> AsyncGenerator[Any, None]:
         """Events for the harness of this name. Raises: RequestError, 409 without sessions, 429 with many harnesses."""
@@ -145,10 +147,10 @@ class RolloutRunner:
     def __init__(self, rollouts: RolloutService, feed_id: str, request: FeedRequest) -> None:
         self._rollouts, self._feed_id, self._request = rollouts, feed_id, request
 
-    async def run(self, number: int, group: AdmittedGroup, priority: Callable[[], int]) -> None:
+    async def run(self, number: int, group: AdmittedGroup) -> None:
         fields: Mapping[str, Any] = self._request.rollout_fields(is_long=group.is_long)
         prompts = [group.prompt.model_dump(mode="json", exclude_none=True)]
-        body = {**fields, "prompts": prompts, "priority": priority()}
+        body = {**fields, "prompts": prompts, "priority": group.priority}
         rollout = await self._rollouts.prepare(RolloutRequest.model_validate(body))
         rollout.parts = [*rollout.parts, _Lengths(group)]
         if self._request.on_update == "stop" and (going_on := face("feeds", "going_on")) is not None:

@@ -130,14 +130,14 @@ class SessionRunner:
         """Harnesses that read events."""
         return [each for each in self._harnesses.values() if each.events is not None]
 
-    async def run(self, number: int, group: AdmittedGroup, priority: Callable[[], int]) -> None:
+    async def run(self, number: int, group: AdmittedGroup) -> None:
         harness = min(self._here, key=lambda each: len(each.groups), default=None)
         if harness is None:
             raise _no_harness("no harness reads its events")
         sessions, prompt = self._sessions(), group.prompt.model_dump(mode="json", exclude_none=True)
         request = group_request(self._request, group.prompt, self._feed_id, is_long=group.is_long)
         its = sessions.declare(request, client_namespace())
-        its.priority = priority
+        its.priority = lambda: group.priority  # it grows older
         watched = its.watcher = harness.groups[its.id] = WatchedGroup(harness, its, group, prompt)
         harness.tell(*watched.declared)
         group.group_id = its.engine_id
